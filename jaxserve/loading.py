@@ -1,0 +1,72 @@
+"""From settings to a warm engine: the one place where checkpoint, tokenizer, runner and scheduler
+meet."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+
+from jaxserve.config import EngineConfig
+from jaxserve.engine import Engine
+from jaxserve.runtime.runner import DeviceRunner
+from jaxserve.runtime.weights import Progress
+from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.weights.checkpoint import Checkpoint, GenerationDefaults
+from jaxserve.weights.open import open_checkpoint
+from scheduler.core import Scheduler
+from scheduler.stats import Stats
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A warm engine and what its callers want to know of the model."""
+
+    name: str
+    engine: Engine
+    runner: DeviceRunner
+    tokenizer: Tokenizer
+    generation: GenerationDefaults
+    stats: Stats
+
+    @property
+    def max_model_len(self) -> int:
+        return self.engine.scheduler.config.max_model_len
+
+
+def no_progress(phase: str, done: int, total: int, note: str) -> None:
+    """For callers that don't watch."""
+
+
+def load_model(config: EngineConfig, progress: Progress = no_progress) -> LoadedModel:
+    """Open, load and compile. Raises ConfigError, or ModelError for a checkpoint that can't be
+    served."""
+    if config.compile_cache is not None:
+        # before the first array; the default threshold of one second would leave small steps out
+        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    progress("load", 0, 1, "opening the checkpoint")
+    checkpoint = open_checkpoint(config.model)
+    stats = Stats()
+    # building a tokenizer takes a second that the compiler's threads can use
+    with ThreadPoolExecutor(1, "tokenizer") as threads:
+        loading = threads.submit(_load_tokenizer, checkpoint)
+        runner = DeviceRunner(config, checkpoint, stats, progress)
+        tokenizer = loading.result()
+    scheduler = Scheduler(runner.scheduler_config, runner.grid, stats=stats)
+    engine = Engine(
+        scheduler,
+        runner,
+        tokenizer,
+        vocab_size=checkpoint.config.vocab_size,
+        # a GGUF file may name one end token where its vocabulary has several
+        eos_ids={*checkpoint.generation.eos_token_ids, *tokenizer.eos_ids},
+        lookahead=config.lookahead,
+    )
+    return LoadedModel(checkpoint.name, engine, runner, tokenizer, checkpoint.generation, stats)
+
+
+def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
+    return checkpoint.load_tokenizer()

@@ -1,0 +1,1 @@
+"""Model definitions: the configuration, and the modules built from it."""

@@ -1,0 +1,159 @@
+"""The table PlanKey -> compiled step. Built ahead of time; a key that is not in it is a bug, not a
+compile.
+
+A step is a chain of compiled stages, not one program, because compile time is start-up time: a group of
+layers is compiled once and run for every group, and the sampler, which depends on the rows alone, is
+shared by all keys and runs only when a row needs it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxserve.runtime.compiles import CompileCounter
+from jaxserve.runtime.sampling import Sampled
+from jaxserve.runtime.step import Stages, sampler, sampler_lanes
+from jaxserve.runtime.weights import Progress, Weights
+from scheduler.plan import PlanKey, plan_layout
+
+COMPILE_THREADS = 2  # tracing holds the interpreter lock, so more would not help
+
+
+class DeviceState(NamedTuple):
+    """Donated to each step and replaced by what it returns."""
+
+    pools: tuple[jax.Array, ...]  # one a layer: dtype[pages, 2, kv_heads, page_size, head_dim]
+    last_tokens: jax.Array  # int32[slots]
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """What the compiler says of one step, in bytes; of its stages the largest, or all where they add up."""
+
+    temp: int  # largest of a stage, with the arrays that are handed on
+    aliased: int  # pools and last tokens that are updated in place
+    donated: int  # what should be
+
+
+@dataclass(frozen=True, slots=True)
+class Executable:
+    """A compiled step: stages, and how many layers each `layers` call takes."""
+
+    front: Callable[..., Any]
+    groups: tuple[tuple[Callable[..., Any], slice], ...]
+    back: Callable[..., Any]
+    compile_seconds: float
+    memory: StepMemory
+
+    def run(
+        self,
+        weights: Weights,
+        state: DeviceState,
+        plan: jax.Array,
+        sampler: Callable[..., Any] | None,
+    ) -> tuple[DeviceState, jax.Array, Sampled | None]:
+        """(new state, tokens int32[rows], what the sampler reports). Returns before the device is
+        done. Without a sampler every row is greedy."""
+        hidden, shared = self.front(weights.decoder, state.last_tokens, plan)
+        pools: list[jax.Array] = []
+        for layers, part in self.groups:
+            written, hidden = layers(weights.layers[part], state.pools[part], hidden, shared)
+            pools += written
+        last_tokens, tokens, logits, lanes = self.back(
+            weights.decoder, hidden, state.last_tokens, plan
+        )
+        sampled = None
+        if sampler is not None:
+            last_tokens, sampled = sampler(logits, last_tokens, lanes)
+            tokens = sampled.tokens
+        return DeviceState(tuple(pools), last_tokens), tokens, sampled
+
+
+@dataclass(frozen=True, slots=True)
+class _Stage:
+    run: Callable[..., Any]
+    results: Any  # ShapeDtypeStructs
+    temp: int  # bytes, with the results that are not donated arguments
+    aliased: int
+
+
+def _compile(function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> _Stage:
+    lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
+    compiled = lowered.compile()
+    memory = compiled.memory_analysis()
+    return _Stage(
+        compiled,
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info),
+        memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        memory.alias_size_in_bytes,
+    )
+
+
+def compile_step(stages: Stages, weights: Weights, state: DeviceState, group: int) -> Executable:
+    """Compile every stage for arguments of these (abstract) shapes, the layers `group` at a time."""
+    start = time.perf_counter()
+    plan = jax.ShapeDtypeStruct((plan_layout(stages.key).size,), "int32")
+    front = _compile(stages.front, weights.decoder, state.last_tokens, plan)
+    hidden, shared = front.results
+    by_size: dict[int, _Stage] = {}
+    groups: list[tuple[_Stage, slice]] = []
+    for first in range(0, len(weights.layers), group):
+        part = slice(first, min(first + group, len(weights.layers)))
+        size = part.stop - part.start
+        if size not in by_size:
+            arguments = (weights.layers[part], state.pools[part], hidden, shared)
+            by_size[size] = _compile(stages.layers, *arguments, donate=(1, 2))
+        groups.append((by_size[size], part))
+    back = _compile(stages.back, weights.decoder, hidden, state.last_tokens, plan, donate=(2,))
+    return Executable(
+        front=front.run,
+        groups=tuple((stage.run, part) for stage, part in groups),
+        back=back.run,
+        compile_seconds=time.perf_counter() - start,
+        memory=StepMemory(
+            temp=max(stage.temp for stage in (front, back, *by_size.values())),
+            aliased=sum(stage.aliased - _bytes(hidden) for stage, _ in groups) + back.aliased,
+            donated=_bytes(state),
+        ),
+    )
+
+
+def compile_sampler(rows: int, vocab_size: int, last_tokens: jax.ShapeDtypeStruct) -> Callable[..., Any]:
+    """The sampler for this many rows."""
+    lanes = {
+        lane.name: jax.ShapeDtypeStruct(lane.shape, lane.dtype)
+        for lane in plan_layout(PlanKey("decode", rows, rows, 1)).lanes
+    }
+    lanes = sampler_lanes(lanes)
+    logits = jax.ShapeDtypeStruct((rows, vocab_size), "float32")
+    return _compile(sampler, logits, last_tokens, lanes, donate=(1,)).run
+
+
+def _bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def run_jobs[Name: Hashable, Result](
+    jobs: Mapping[Name, Callable[[], Result]], counter: CompileCounter, progress: Progress
+) -> dict[Name, Result]:
+    """Run compile jobs on a few threads, counted as warm-up."""
+
+    def counted(job: Callable[[], Result]) -> Result:
+        with counter.phase("warmup"):
+            return job()
+
+    done: dict[Name, Result] = {}
+    progress("compile", 0, len(jobs), "")
+    with ThreadPoolExecutor(COMPILE_THREADS, "compile") as threads:
+        futures = {threads.submit(counted, job): name for name, job in jobs.items()}
+        for future in as_completed(futures):
+            name = futures[future]
+            done[name] = future.result()
+            progress("compile", len(done), len(jobs), str(name))
+    return done

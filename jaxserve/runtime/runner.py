@@ -1,0 +1,260 @@
+"""Runner: owns the device state (weights, KV pools, last tokens) and runs one plan after another on
+it.
+
+Donated arrays are re-bound in the same statement that donates them, so no donated array is ever
+read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxserve.runtime.sampling import Sampled
+from jaxserve.weights.checkpoint import Checkpoint
+
+from jaxserve.config import ConfigError, EngineConfig
+from jaxserve.models.linear import select_linear
+from jaxserve.runtime.compiles import CompileCounter
+from jaxserve.runtime.executables import (
+    DeviceState, Executable, compile_sampler, compile_step, run_jobs,
+)
+from jaxserve.runtime.memory import (
+    MemoryReport,
+    cpu_has_bfloat16,
+    default_pool_bytes,
+    memory_limit,
+)
+from jaxserve.runtime.step import Stages
+from jaxserve.runtime.weights import ModelDef, Progress, load_weights
+from pallas_kernels.dispatch import AttentionImpl, PageLayout, select
+from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
+from scheduler.core import SchedulerConfig, Step
+from scheduler.plan import PlanKey
+from scheduler.stats import Stats
+
+
+LAYERS_PER_CALL_ON_CPU = 1
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """A step's samples on the host, in row order (see jaxserve.runtime.sampling.Sampled).
+
+    The logprob arrays are None unless a row of the step asked for them.
+    """
+
+    tokens: np.ndarray  # int32[rows]
+    logprob: np.ndarray | None = None  # float32[rows]
+    rank: np.ndarray | None = None  # int32[rows]
+    top_ids: np.ndarray | None = None  # int32[rows, 20]
+    top_logprobs: np.ndarray | None = None  # float32[rows, 20]
+
+
+class Handle(Protocol):
+    """A step in flight."""
+
+    def result(self) -> StepResult:
+        """Wait for the step and give its samples. Raises what the device raised."""
+        ...
+
+
+class Runner(Protocol):
+    """What the engine needs of a device: submit returns at once, result waits for that step
+    only."""
+
+    def submit(self, step: Step) -> Handle: ...
+
+    def reset(self) -> None:
+        """Fresh device state after a step that failed. Every cached token is lost."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class _DeviceHandle:
+    tokens: jax.Array
+    report: Sampled | None
+
+    def result(self) -> StepResult:
+        if self.report is not None:
+            return StepResult(*(np.asarray(array) for array in self.report))
+        return StepResult(np.asarray(self.tokens))
+
+
+def resolve_dtype(name: str, platform: str) -> jnp.dtype:
+    """auto is bfloat16 where the hardware multiplies it, float32 elsewhere."""
+    if name == "auto":
+        fast = platform != "cpu" or cpu_has_bfloat16()
+        name = "bfloat16" if fast else "float32"
+    return jnp.dtype(name)
+
+
+class DeviceRunner:
+    """Loads a checkpoint, sizes the pool, compiles every plan shape, then submits steps.
+
+    After construction nothing compiles and no device memory is allocated beyond the report.
+    """
+
+    def __init__(
+        self, config: EngineConfig, checkpoint: Checkpoint, stats: Stats, progress: Progress
+    ):
+        device = jax.devices()[0]
+        self.dtype = resolve_dtype(config.dtype, device.platform)
+        self.counter = CompileCounter(stats.compilations, strict=config.strict_compile)
+        try:
+            with self.counter.phase("warmup"):
+                self._build(config, checkpoint, device, progress)
+        except BaseException:
+            self.counter.close()
+            raise
+
+    def _build(
+        self,
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        device: jax.Device,
+        progress: Progress,
+    ) -> None:
+        shape = checkpoint.config
+        self.model = ModelDef.build(shape, select_linear(device.platform, self.dtype), self.dtype)
+        self.layout = PageLayout(shape.num_kv_heads, config.page_size, shape.head_dim, self.dtype)
+        self.attention: AttentionImpl = select(device.platform, self.layout, shape.num_heads)
+        # one program for all layers where compiling takes long and dispatch is cheap beside a layer
+        self._group = LAYERS_PER_CALL_ON_CPU if device.platform == "cpu" else shape.num_layers
+        self._weights = load_weights(checkpoint, self.model, progress)
+
+        self.scheduler_config = self._size_pool(config, device)
+        self.grid = build_grid(config, self.scheduler_config, device.platform)
+        self._allocate()
+        self._compile(progress)
+        self.memory = MemoryReport(
+            weights=self.model.num_bytes,
+            pool=sum(pool.nbytes for pool in self._state.pools),
+            temp=max(executable.memory.temp for executable in self.executables.values()),
+            limit=memory_limit(device),
+        )
+        self.memory.check()
+
+    def _compile(self, progress: Progress) -> None:
+        state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state)
+        keys = self.grid.keys()
+        jobs: dict[PlanKey | int, Callable[[], Any]] = {
+            key: partial(self._compile_step, key, state) for key in keys
+        }
+        for rows in sorted({key.rows for key in keys}, reverse=True):
+            jobs[rows] = partial(
+                compile_sampler, rows, self.model.config.vocab_size, state.last_tokens
+            )
+        done = run_jobs(jobs, self.counter, progress)
+        self.executables: dict[PlanKey, Executable] = {key: done[key] for key in keys}
+        self._samplers = {rows: done[rows] for rows in jobs if isinstance(rows, int)}
+
+    def _compile_step(self, key: PlanKey, state: DeviceState) -> Executable:
+        stages = Stages(key, self.model, self.attention)
+        return compile_step(stages, self.model.abstract_weights(), state, self._group)
+
+    def _size_pool(self, config: EngineConfig, device: jax.Device) -> SchedulerConfig:
+        """The scheduler's limits, with num_pages from memory when it is not given."""
+        shape = self.model.config
+        max_model_len = config.max_model_len or shape.max_position
+        if max_model_len > shape.max_position:
+            raise ConfigError(
+                "max_model_len",
+                f"must be at most the model's context of {shape.max_position}, got {max_model_len}",
+            )
+
+        def limits(num_pages: int) -> SchedulerConfig:
+            return SchedulerConfig(
+                num_pages=num_pages,
+                page_size=config.page_size,
+                max_num_seqs=config.max_num_seqs,
+                max_num_batched_tokens=config.max_num_batched_tokens,
+                max_model_len=max_model_len,
+                max_chunk_tokens=config.max_chunk_tokens,
+                max_waiting=config.max_waiting,
+            )
+
+        page_bytes = self.layout.page_bytes * shape.num_layers
+        num_pages = config.num_pages
+        if num_pages is None:
+            temp = 0 if device.platform == "cpu" else self._largest_temp(config, limits(64), device)
+            room = default_pool_bytes(device, self.model.num_bytes, temp)
+            useful = config.max_num_seqs * limits(1 << 20).max_pages_per_sequence
+            num_pages = min(room // page_bytes - 1, useful)
+            if num_pages < 1:
+                raise ConfigError(
+                    "num_pages",
+                    f"the weights leave no room for a KV page of {page_bytes} bytes on this device",
+                )
+        limit = memory_limit(device)
+        if (num_pages + 1) * page_bytes + self.model.num_bytes > limit:
+            raise ConfigError(
+                "num_pages",
+                f"{num_pages} pages of {page_bytes} bytes and {self.model.num_bytes} bytes of weights "
+                f"exceed this device's {limit} bytes",
+            )
+        return limits(num_pages)
+
+    def _largest_temp(
+        self, config: EngineConfig, limits: SchedulerConfig, device: jax.Device
+    ) -> int:
+        """Temporary bytes of the largest plan, which do not depend on the pool's size."""
+        key = build_grid(config, limits, device.platform).keys()[0]
+        pool = jax.ShapeDtypeStruct(self.layout.shape(limits.num_pages + 1), self.dtype)
+        state = DeviceState(
+            (pool,) * self.model.config.num_layers,
+            jax.ShapeDtypeStruct((limits.max_rows,), jnp.int32),
+        )
+        return self._compile_step(key, state).memory.temp
+
+    def _allocate(self) -> None:
+        pages = self.scheduler_config.num_pages + 1  # page 0 is reserved
+        # zeros: a page's unwritten tail may be read (and masked), and uninitialised NaN must not be
+        # there
+        self._state = DeviceState(
+            tuple(
+                jnp.zeros(self.layout.shape(pages), self.dtype)
+                for _ in range(self.model.config.num_layers)
+            ),
+            jnp.zeros(self.scheduler_config.max_rows, jnp.int32),
+        )
+
+    def reset(self) -> None:
+        del self._state  # first: two pools may not fit
+        with self.counter.phase("warmup"):
+            self._allocate()
+
+    def submit(self, step: Step) -> Handle:
+        plan = step.plan
+        sampler = self._samplers[plan.key.rows] if step.use_sampler else None
+        with self.counter.phase("serving"):
+            self._state, tokens, sampled = self.executables[plan.key].run(
+                self._weights, self._state, jax.device_put(plan.buffer), sampler
+            )
+            report = sampled if step.wants_logprobs else None
+            for array in (tokens,) if report is None else report:
+                array.copy_to_host_async()
+        return _DeviceHandle(tokens, report)
+
+    def close(self) -> None:
+        self.counter.close()
+
+
+def build_grid(config: EngineConfig, limits: SchedulerConfig, platform: str) -> BucketGrid:
+    return BucketGrid.build(
+        rows=BUCKET_STRATEGIES[config.row_buckets],
+        tokens=BUCKET_STRATEGIES[config.token_buckets],
+        pages=BUCKET_STRATEGIES[config.page_buckets],
+        max_rows=limits.max_rows,
+        max_tokens=limits.max_num_batched_tokens,
+        max_pages=limits.max_pages_per_sequence,
+        # one bfloat16 row on XLA:CPU costs ten times as much as two
+        min_rows=2 if platform == "cpu" else 1,
+    )

@@ -1,0 +1,2 @@
+"""Host-side scheduling: tokens, rows, pages, and time as an argument. Plain Python and numpy; never
+jax."""
