@@ -3,6 +3,7 @@ meet."""
 
 from __future__ import annotations
 
+import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -12,11 +13,15 @@ from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.runtime.runner import DeviceRunner
 from jaxserve.runtime.weights import Progress
+from jaxserve.text.ids_only import IdsOnlyTokenizer
 from jaxserve.text.tokenizer import Tokenizer
+from jaxserve.text.vocabulary import MissingTokenizer
 from jaxserve.weights.checkpoint import Checkpoint, GenerationDefaults
 from jaxserve.weights.open import open_checkpoint
 from scheduler.core import Scheduler
 from scheduler.stats import Stats
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,4 +74,8 @@ def load_model(config: EngineConfig, progress: Progress = no_progress) -> Loaded
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    return checkpoint.load_tokenizer()
+    try:
+        return checkpoint.load_tokenizer()
+    except MissingTokenizer as error:
+        log.warning("%s: only prompts of token ids can be served, and answers have no text", error)
+        return IdsOnlyTokenizer()

@@ -36,9 +36,9 @@ LOWEST = -1e30
 
 
 class Blocks(NamedTuple):
-    """Blocks of `rows` x `size` queries, the first `count` of which are real."""
+    """Blocks of `rows` x `size` queries, the first `num_blocks` of which are real."""
 
-    count: jax.Array  # int32[]
+    num_blocks: jax.Array  # int32[]
     tokens: jax.Array  # int32[blocks, rows, size] index on the token axis; past its end: no query
     positions: jax.Array  # int32[blocks, rows, size] the query's own position; -1: no query
     tables: jax.Array  # int32[blocks, rows, pages] block tables
@@ -103,7 +103,7 @@ class XlaAttention:
                     result.astype(q.dtype), mode="drop", wrap_negative_indices=False
                 )
 
-            out = lax.fori_loop(0, blocks.count, run, out)
+            out = lax.fori_loop(0, blocks.num_blocks, run, out)
         return out
 
     def _attend_block(
@@ -154,7 +154,7 @@ class XlaAttention:
             raised = jnp.maximum(highest, scores.max(axis=-1))
             weights = jnp.exp(scores - raised[..., None])
             fade = jnp.exp(highest - raised)
-            total = total * fade + weights.sum(axis=-1)
+            total = total * fade + _sum_in_fixed_order(weights)
             mixed = mixed * fade[..., None] + jnp.einsum(
                 "rkqt,rktd->rkqd",
                 weights.astype(compute),
@@ -173,6 +173,20 @@ class XlaAttention:
         return out.reshape(rows, size, self.num_heads, dim)
 
 
+def _sum_in_fixed_order(x: jax.Array) -> jax.Array:
+    """Sum over the last axis, pairwise.
+
+    The order of a reduction is XLA's choice and differs with the number of rows. This one gives a
+    row the same bits in every bucket, and costs no more.
+    """
+    size = 1 << (x.shape[-1] - 1).bit_length()
+    x = jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, size - x.shape[-1]),))
+    while size > 1:
+        size //= 2
+        x = x[..., :size] + x[..., size:]
+    return x[..., 0]
+
+
 def _single_blocks(batch: PagedBatch) -> Blocks:
     """Rows of one token, the longest context first: rows of one block read equally far."""
     rows, num_tokens = batch.query_len.shape[0], batch.positions.shape[0]
@@ -184,7 +198,7 @@ def _single_blocks(batch: PagedBatch) -> Blocks:
     tokens = batch.query_start.at[order].get(mode="clip")
     tables = batch.block_tables.at[order].get(mode="clip")
     return Blocks(
-        count=-(-(context > 0).sum(dtype=jnp.int32) // width),
+        num_blocks=-(-(context > 0).sum(dtype=jnp.int32) // width),
         tokens=jnp.where(context > 0, tokens, num_tokens).reshape(-1, width, 1),
         positions=(context - 1).reshape(-1, width, 1),
         tables=tables.reshape(len(order) // width, width, -1),
@@ -199,14 +213,14 @@ def _chunk_blocks(batch: PagedBatch) -> Blocks:
     most = max(1, min(num_tokens // 2, num_tokens // size + rows))
     ends = jnp.cumsum(jnp.where(batch.query_len > 1, -(-batch.query_len // size), 0))
     block = jnp.arange(most)
-    row = jnp.minimum(jnp.searchsorted(ends, block, side="right"), rows - 1)
+    row = jnp.minimum((ends <= block[:, None]).sum(axis=1), rows - 1)
     before = jnp.where(row > 0, ends[row - 1], 0)
     index = ((block - before) * size)[:, None] + jnp.arange(size)  # token of its row
     real = index < batch.query_len[row][:, None]
     tokens = batch.query_start[row][:, None] + index
     positions = (batch.context_len - batch.query_len)[row][:, None] + index
     return Blocks(
-        count=ends[-1],
+        num_blocks=ends[-1],
         tokens=jnp.where(real, tokens, num_tokens)[:, None],
         positions=jnp.where(real, positions, -1)[:, None],
         tables=batch.block_tables[row][:, None],

@@ -25,7 +25,8 @@ class Pow2:
     """Powers of two from the minimum up; at most half of a plan is padding above the minimum."""
 
     def sizes(self, minimum: int, maximum: int) -> tuple[int, ...]:
-        sizes, size = [], 1
+        sizes: list[int] = []
+        size = 1
         while size < maximum:
             if size >= minimum:
                 sizes.append(size)

@@ -290,7 +290,6 @@ class Scheduler:
             if sequence is None or sequence.num_pending:
                 break
             need = pages_for(sequence.num_tokens + 1, page_size)
-            need = min(need, self.config.max_pages_per_sequence)
             if self.pool.num_free - owed < need:
                 break
             self.waiting.pop()
@@ -301,12 +300,14 @@ class Scheduler:
             assert length > 0
             chunks.append((sequence, length))
             budget -= length
-            owed += pages_for(sequence.num_tokens, page_size) - len(sequence.pages)
+            owed += need - len(sequence.pages)
 
     def _owed(self) -> int:
-        """Pages that running rows still lack for the tokens that they already have."""
+        """Pages that running rows still lack for the tokens that they have and the next one: who
+        is admitted on less is preempted in the next step."""
         slots = np.fromiter((s.slot for s in self.running), np.int32, len(self.running))
-        need = -(-self.slots.target[slots] // self.config.page_size)
+        tokens = np.minimum(self.slots.target[slots] + 1, self.slots.limit[slots])
+        need = -(-tokens // self.config.page_size)
         return int(np.maximum(need - self.slots.num_pages[slots], 0).sum())
 
     def _chunk(self, sequence: Sequence, length: int) -> int:

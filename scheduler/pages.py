@@ -25,7 +25,8 @@ class PagePool:
     """Reference-counted pages with a free list in eviction order (longest free first)."""
 
     def __init__(self, num_pages: int, page_size: int):
-        assert num_pages > 0 and page_size > 0
+        assert num_pages > 0
+        assert page_size > 0
         self.num_pages = num_pages
         self.page_size = page_size
         self._references = np.zeros(num_pages + 1, np.int32)  # int32[pages]
@@ -55,7 +56,8 @@ class PagePool:
     def free(self, pages: Iterable[int]) -> None:
         """Drop one reference on each page; those without any left can be taken again."""
         for page in pages:
-            assert self._references[page] > 0 and page != 0, f"page {page} freed twice"
+            assert page != 0, "page 0 is nobody's"
+            assert self._references[page] > 0, f"page {page} freed twice"
             self._references[page] -= 1
             if self._references[page] == 0:
                 self._free.append(page)

@@ -91,7 +91,8 @@ class PlanLayout:
     @cached_property
     def offsets(self) -> dict[str, tuple[int, int]]:
         """lane name -> (start, stop) in int32 words."""
-        offsets, start = {}, 0
+        offsets: dict[str, tuple[int, int]] = {}
+        start = 0
         for lane in self.lanes:
             stop = start + int(np.prod(lane.shape))
             offsets[lane.name] = (start, stop)
@@ -121,7 +122,7 @@ class PlanLayout:
 
     def unpack(self, buffer: Any, bitcast: Any) -> dict[str, Any]:
         """The same lanes from a device array; `bitcast(words, dtype)` reinterprets int32 words."""
-        lanes = {}
+        lanes: dict[str, Any] = {}
         for lane in self.lanes:
             words = buffer[slice(*self.offsets[lane.name])].reshape(lane.shape)
             lanes[lane.name] = words if lane.dtype is np.int32 else bitcast(words, lane.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -31,6 +31,35 @@ def _number(name: str, value: Any, low: float, high: float) -> None:
         raise InvalidParameter(name, f"must be a number, got {value!r}")
     if not low <= value <= high:  # nor is NaN, and an int may be too large for a float
         raise InvalidParameter(name, f"must be between {low:g} and {high:g}, got {value}")
+
+
+def _stop_strings(value: Any) -> tuple[str, ...]:
+    items = _items("stop", [value] if isinstance(value, str) else value)
+    for item in items:
+        if not isinstance(item, str):
+            raise InvalidParameter("stop", f"must be a string or a list of strings, got {item!r}")
+        if not item:
+            raise InvalidParameter("stop", "must not contain an empty string")
+    if len(items) > MAX_STOP_STRINGS:
+        raise InvalidParameter(
+            "stop", f"at most {MAX_STOP_STRINGS} strings are allowed, got {len(items)}"
+        )
+    return tuple(items)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    items = _items(name, value)
+    for item in items:
+        _integer(name, item, 0, 2**31 - 1)
+    return tuple(items)
+
+
+def _items(name: str, value: Any) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, tuple | list):
+        raise InvalidParameter(name, f"must be a list, got {value!r}")
+    return list(cast(list[Any], value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,21 +108,10 @@ class SamplingParams:
             raise InvalidParameter(
                 "min_tokens", f"must not exceed max_tokens ({self.min_tokens} > {self.max_tokens})"
             )
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
-        if not isinstance(stop, tuple | list) or not all(isinstance(s, str) for s in stop):
-            raise InvalidParameter("stop", "must be a string or a list of strings")
-        if any(not s for s in stop):
-            raise InvalidParameter("stop", "must not contain an empty string")
-        if len(stop) > MAX_STOP_STRINGS:
-            raise InvalidParameter(
-                "stop", f"at most {MAX_STOP_STRINGS} strings are allowed, got {len(stop)}"
-            )
-        object.__setattr__(self, "stop", tuple(stop))
-        if not isinstance(self.stop_token_ids, tuple | list):
-            raise InvalidParameter("stop_token_ids", "must be a list of token ids")
-        for token in self.stop_token_ids:
-            _integer("stop_token_ids", token, 0, 2**31 - 1)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop", _stop_strings(self.stop))
+        object.__setattr__(
+            self, "stop_token_ids", _token_ids("stop_token_ids", self.stop_token_ids)
+        )
         for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidParameter(name, f"must be a boolean, got {getattr(self, name)!r}")
@@ -152,7 +170,7 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     num_preemptions: int = 0
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list[int])
     finish_reason: str | None = None
     first_token_at: float | None = None  # seconds, the engine's clock
     last_token_at: float = 0.0

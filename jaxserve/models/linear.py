@@ -1,8 +1,9 @@
-"""How a linear layer, a fused gate/up projection and the output head are multiplied on each platform.
+"""How a linear layer, a fused gate/up projection and the output head are multiplied.
 
-Owns the formulation of `x @ W.T`, chosen once when the model is built (`select_linear`). Weights are
-stored [out, in], as checkpoints have them, on every platform; activations are token-major. Must not
-know about layers, caches or plans. A quantized weight is a further entry of the table.
+Owns the formulation of `x @ W.T` for each platform, chosen once when the model is built
+(`select_linear`). Weights are stored [out, in], as checkpoints have them, on every platform;
+activations are token-major. Must not know about layers, caches or plans. A quantized weight is a
+further entry of the table.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _Dot = Callable[[jax.Array, jax.Array, jax.typing.DTypeLike], jax.Array]
 
 
 def select_linear(platform: str, dtype: jax.typing.DTypeLike) -> LinearImpl:
-    """The formulation for a platform (`jax.Device.platform`) and the dtype of weights and activations.
+    """The formulation for a platform (`jax.Device.platform`) and the dtype of the weights.
 
     A pair without an entry of its own gets the plain form, which every XLA backend compiles.
     """
@@ -43,7 +44,11 @@ def select_linear(platform: str, dtype: jax.typing.DTypeLike) -> LinearImpl:
 
 def _plain(x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike) -> jax.Array:
     in_with_in = (((1,), (1,)), ((), ()))
-    return lax.dot_general(x, weight, in_with_in, preferred_element_type=out_dtype)
+    # An accelerator would round float32 operands to fewer bits.
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(
+        x, weight, in_with_in, precision=precision, preferred_element_type=out_dtype
+    )
 
 
 # SmolLM2-135M's layers and head on XLA:CPU: `_weight_left` wins below, `_plain` from here on.
@@ -53,8 +58,9 @@ _FEW_TOKENS = 128
 def _weight_left(x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike) -> jax.Array:
     """The weight as the left operand, as long as the tokens are few.
 
-    XLA:CPU's matmul library repacks its right operand at every call: that should be the activations,
-    not the weight. Without the barrier XLA folds transpose(dot(W, x)) back into dot(x, W).
+    XLA:CPU's matmul library repacks its right operand at every call: that should be the few
+    activations, not the weight. Without the barrier XLA folds transpose(dot(W, x)) back into
+    dot(x, W).
     """
     if x.shape[0] >= _FEW_TOKENS:
         return _plain(x, weight, out_dtype)
@@ -62,7 +68,7 @@ def _weight_left(x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLik
 
 
 def _never_one_row(x: jax.Array, weight: jax.Array, out_dtype: jax.typing.DTypeLike) -> jax.Array:
-    """`_weight_left`, but a lone bfloat16 row, which the matmul library declines (10x), is doubled."""
+    """`_weight_left`, with a lone bfloat16 row doubled: the library is ten times slower for one."""
     if x.shape[0] > 1:
         return _weight_left(x, weight, out_dtype)
     return _weight_left(jnp.concatenate([x, x]), weight, out_dtype)[:1]

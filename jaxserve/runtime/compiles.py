@@ -12,7 +12,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Literal
 
 from jax import monitoring
 
@@ -49,7 +49,7 @@ class CompileCounter:
                 names, self._names = self._names, []
                 raise CompiledWhileServing(f"compiled after warm-up: {', '.join(names)}")
 
-    def _on_event(self, event: str, duration: float, **details: Any) -> None:
+    def _on_event(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event != _COMPILE_EVENT:
             return
         phase = self._phases.get(threading.get_ident())

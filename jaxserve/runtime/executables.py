@@ -26,10 +26,10 @@ COMPILE_THREADS = 2  # tracing holds the interpreter lock, so more would not hel
 
 
 class DeviceState(NamedTuple):
-    """Donated to each step and replaced by what it returns."""
+    """Donated to each step and replaced by what it returns. Arrays, or ShapeDtypeStructs of them."""
 
-    pools: tuple[jax.Array, ...]  # one a layer: dtype[pages, 2, kv_heads, page_size, head_dim]
-    last_tokens: jax.Array  # int32[slots]
+    pools: tuple[Any, ...]  # one array a layer: [pages, 2, kv_heads, page_size, head_dim]
+    last_tokens: Any  # int32[slots]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +87,7 @@ def _compile(function: Callable[..., Any], *arguments: Any, donate: tuple[int, .
     lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
+    assert memory is not None, "this backend does not say what memory a program needs"
     return _Stage(
         compiled,
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info),
@@ -124,7 +125,9 @@ def compile_step(stages: Stages, weights: Weights, state: DeviceState, group: in
     )
 
 
-def compile_sampler(rows: int, vocab_size: int, last_tokens: jax.ShapeDtypeStruct) -> Callable[..., Any]:
+def compile_sampler(
+    rows: int, vocab_size: int, last_tokens: jax.ShapeDtypeStruct
+) -> Callable[..., Any]:
     """The sampler for this many rows."""
     lanes = {
         lane.name: jax.ShapeDtypeStruct(lane.shape, lane.dtype)

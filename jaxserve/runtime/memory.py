@@ -6,8 +6,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
-
-import jax
+from typing import Any
 
 from jaxserve.config import ConfigError
 
@@ -47,7 +46,10 @@ class MemoryReport:
         )
 
 
-def memory_limit(device: jax.Device) -> int:
+Device = Any  # jax.Device, which type checkers see as a variable
+
+
+def memory_limit(device: Device) -> int:
     """Bytes that this process may use on a device."""
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
@@ -55,7 +57,7 @@ def memory_limit(device: jax.Device) -> int:
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def default_pool_bytes(device: jax.Device, weights: int, temp: int) -> int:
+def default_pool_bytes(device: Device, weights: int, temp: int) -> int:
     """What the pool may take when nobody says: all that is left of an accelerator, a modest part of
     a CPU."""
     room = memory_limit(device) - weights - temp

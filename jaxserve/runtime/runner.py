@@ -22,9 +22,14 @@ from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.models.linear import select_linear
 from jaxserve.runtime.compiles import CompileCounter
 from jaxserve.runtime.executables import (
-    DeviceState, Executable, compile_sampler, compile_step, run_jobs,
+    DeviceState,
+    Executable,
+    compile_sampler,
+    compile_step,
+    run_jobs,
 )
 from jaxserve.runtime.memory import (
+    Device,
     MemoryReport,
     cpu_has_bfloat16,
     default_pool_bytes,
@@ -88,7 +93,7 @@ class _DeviceHandle:
         return StepResult(np.asarray(self.tokens))
 
 
-def resolve_dtype(name: str, platform: str) -> jnp.dtype:
+def resolve_dtype(name: str, platform: str) -> np.dtype[Any]:
     """auto is bfloat16 where the hardware multiplies it, float32 elsewhere."""
     if name == "auto":
         fast = platform != "cpu" or cpu_has_bfloat16()
@@ -119,7 +124,7 @@ class DeviceRunner:
         self,
         config: EngineConfig,
         checkpoint: Checkpoint,
-        device: jax.Device,
+        device: Device,
         progress: Progress,
     ) -> None:
         shape = checkpoint.config
@@ -160,7 +165,7 @@ class DeviceRunner:
         stages = Stages(key, self.model, self.attention)
         return compile_step(stages, self.model.abstract_weights(), state, self._group)
 
-    def _size_pool(self, config: EngineConfig, device: jax.Device) -> SchedulerConfig:
+    def _size_pool(self, config: EngineConfig, device: Device) -> SchedulerConfig:
         """The scheduler's limits, with num_pages from memory when it is not given."""
         shape = self.model.config
         max_model_len = config.max_model_len or shape.max_position
@@ -202,9 +207,7 @@ class DeviceRunner:
             )
         return limits(num_pages)
 
-    def _largest_temp(
-        self, config: EngineConfig, limits: SchedulerConfig, device: jax.Device
-    ) -> int:
+    def _largest_temp(self, config: EngineConfig, limits: SchedulerConfig, device: Device) -> int:
         """Temporary bytes of the largest plan, which do not depend on the pool's size."""
         key = build_grid(config, limits, device.platform).keys()[0]
         pool = jax.ShapeDtypeStruct(self.layout.shape(limits.num_pages + 1), self.dtype)

@@ -1,12 +1,13 @@
 """From logits to tokens, on the device: greedy choice, random choice behind filters, logprobs.
 
-Owns what temperature, top_k, top_p, min_p, key and suppressed ids mean. Every parameter is an array, so
-no combination compiles anew, and a row's token depends on its own logits and lanes alone: never on the
-other rows, their number or the row's place. Must not know about requests, pages or plans.
+Owns what temperature, top_k, top_p, min_p, key and suppressed ids mean. Every parameter is an
+array, so no combination compiles anew, and a row's token depends on its own logits and lanes alone:
+never on the other rows, their number or the row's place. Must not know about requests, pages or
+plans.
 
-Order (that of vLLM and Hugging Face): suppressed ids, temperature, min_p, top_k, then top_p as a share
-of what these leave. Tokens rank by logit, equal logits by lower id, and top_k and top_p each keep a first
-part of that ranking: so top_k=1 or a tiny top_p is the greedy token, ties or not.
+Order (that of vLLM and Hugging Face): suppressed ids, temperature, min_p, top_k, then top_p as a
+share of what these leave. Tokens rank by logit, equal logits by lower id, and top_k and top_p each
+keep a first part of that ranking: so top_k=1 or a tiny top_p is the greedy token, ties or not.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ class SamplingLanes(NamedTuple):
     min_p: jax.Array  # float32[rows]; 0: off
     key: jax.Array  # uint32[rows, 2]
     position: jax.Array  # int32[rows]: position of the token to be sampled
-    suppressed: jax.Array  # int32[rows, n]: ids with no probability; those outside the vocabulary: none
+    suppressed: jax.Array  # int32[rows, n]: ids with no probability; out of range: none
     num_logprobs: jax.Array  # int32[rows]; below 0: none wanted
 
 
 class Sampled(NamedTuple):
-    """Logprobs are the model's own: before temperature and filters, over all but the suppressed ids.
+    """Logprobs are the model's own, before temperature and filters, over all but suppressed ids.
 
     They are zeros for rows that want none.
     """
@@ -52,8 +53,11 @@ class Sampled(NamedTuple):
 
 
 def sample(logits: jax.Array, lanes: Mapping[str, jax.Array]) -> Sampled:
-    """One token for every row of float32[rows, vocab] logits. lanes: those of SamplingLanes, by name."""
-    lanes = SamplingLanes(*(lanes[name] for name in SamplingLanes._fields))
+    """One token for every row of float32[rows, vocab] logits. lanes: SamplingLanes' by name."""
+    return _sample(logits, SamplingLanes(*(lanes[name] for name in SamplingLanes._fields)))
+
+
+def _sample(logits: jax.Array, lanes: SamplingLanes) -> Sampled:
     logits = _suppress(logits, lanes.suppressed)
     tokens = lax.cond(
         jnp.any(lanes.temperature >= GREEDY_BELOW),
@@ -73,8 +77,8 @@ def sample(logits: jax.Array, lanes: Mapping[str, jax.Array]) -> Sampled:
 def _over_rows(function: Callable[..., Any], rows: tuple[Any, ...]) -> Any:
     """function(*row) for every row.
 
-    One at a time on a CPU, which keeps the row in its cache through all passes and skips what the row
-    does not need; together elsewhere.
+    One at a time on a CPU, which keeps the row in its cache through all passes and skips what the
+    row does not need; together elsewhere.
     """
     return lax.platform_dependent(
         rows,
@@ -118,8 +122,8 @@ def first_maximum(logits: jax.Array) -> jax.Array:
 def _ranking(row: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
     """The first `count` tokens of [vocab] logits in ranking order: (logits, ids).
 
-    A token in a block that is not among the `count` blocks with the largest maxima (equal ones by lower
-    id) has `count` tokens before it.
+    A token in a block that is not among the `count` blocks with the largest maxima (equal ones by
+    lower id) has `count` tokens before it.
     """
     blocks = _blocks(row)
     _, chosen = lax.top_k(jnp.max(blocks, axis=1), min(count, blocks.shape[0]))
@@ -163,7 +167,7 @@ class _Row(NamedTuple):
     min_p: jax.Array  # float32[]
 
     def weights(self, logits: jax.Array) -> jax.Array:
-        """Probabilities relative to the likeliest token's: nothing overflows, whatever the logits."""
+        """Probabilities relative to the likeliest token's, so that nothing overflows."""
         return jnp.exp((logits - self.maximum) / self.temperature)
 
 
@@ -173,7 +177,7 @@ def _draw(logits: jax.Array, greedy: jax.Array, lanes: SamplingLanes) -> jax.Arr
 
 
 def _uniforms(key: jax.Array, position: jax.Array) -> jax.Array:
-    """float32[2] in [0, 1) from key uint32[2] and position alone: fold_in is the hash of the two."""
+    """float32[2] in [0, 1) from key uint32[2] and position alone: fold_in hashes the two."""
     folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
     return (jax.random.key_data(folded) >> 8).astype(jnp.float32) * 2.0**-24
 
@@ -203,7 +207,7 @@ def _draw_row(logits: jax.Array, greedy: jax.Array, lanes: SamplingLanes) -> jax
 
 
 def _draw_ranked(row: _Row, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """(whether the filters keep none but the first tokens of the ranking, the token drawn if so)."""
+    """(whether the filters keep only the first tokens of the ranking, the token drawn if so)."""
     logits, ids = _ranking(row.logits, min(_RANKED, row.logits.size))
     weights = row.weights(logits)
     # What top_p is a share of: without other filters the weight of the whole vocabulary.
@@ -231,6 +235,11 @@ def _keep_ranked(row: _Row, weights: jax.Array, whole: jax.Array) -> jax.Array:
 
 def _draw_any(row: _Row, filtered: jax.Array, uniforms: jax.Array) -> jax.Array:
     """A token drawn from the whole vocabulary: first the lane, then the block."""
+    # Where rows go together, both branches run for all: here nothing to search for ends it at once.
+    row = row._replace(
+        top_k=jnp.where(filtered, row.top_k, row.logits.size),
+        top_p=jnp.where(filtered, row.top_p, 1.0),
+    )
     weights = row.weights(_blocks(row.logits))
     weights = lax.cond(filtered, _keep_searched, lambda row, weights: weights, row, weights)
     lane = _pick(jnp.sum(weights, axis=0), uniforms[0])
@@ -238,7 +247,7 @@ def _draw_any(row: _Row, filtered: jax.Array, uniforms: jax.Array) -> jax.Array:
 
 
 def _keep_searched(row: _Row, weights: jax.Array) -> jax.Array:
-    """[blocks, _LANES] weights, zero for tokens filtered out: exact for any setting, without sorting."""
+    """[blocks, _LANES] weights, zero for tokens filtered out; exact for any setting, no sorting."""
 
     def cut(is_top_p: jax.Array, weights: jax.Array) -> jax.Array:
         every = _total(jnp.where(is_top_p, weights, weights > 0))
@@ -257,10 +266,11 @@ _TINY = 2.0**-126
 def _keep_share(
     weights: jax.Array, by_weight: jax.Array, share: jax.Array, every: jax.Array
 ) -> jax.Array:
-    """The first tokens in the order of weight, as few as add up to `share`; the others' weights zero.
+    """The first tokens in the order of weight that add up to `share`; the others' weights zero.
 
-    They add up by weight, or by number when not `by_weight`; `every` is what all add up to. The weight
-    at the cut is found by bisection over float bits, until the tokens in question weigh the same.
+    They add up by weight, or by number when not `by_weight`; `every` is what all add up to. The
+    weight at the cut is found by bisection over float bits, until the tokens in question weigh the
+    same; of these the first by id are kept.
     """
 
     def measure(at: jax.Array) -> jax.Array:
@@ -288,7 +298,12 @@ def _keep_share(
 
     # Tokens from `low` up are enough, those from `high` up are not.
     bounds = lax.bitcast_convert_type(jnp.array([_TINY, 1.0]), jnp.int32)
-    start = (bounds[0], jnp.where(share < every, bounds[1] + 1, bounds[0]), every, jnp.zeros_like(every))
+    start = (
+        bounds[0],
+        jnp.where(share < every, bounds[1] + 1, bounds[0]),
+        every,
+        jnp.zeros_like(every),
+    )
     low, high, _, from_high = lax.while_loop(undecided, halve, start)
 
     tied = (weights >= value(low)) & (weights < value(high))

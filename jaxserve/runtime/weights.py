@@ -58,12 +58,12 @@ class ModelDef:
     """The shape of a model: its Decoder, and the one DecoderLayer that all layers are instances of."""
 
     config: ModelConfig
-    dtype: jnp.dtype
+    dtype: np.dtype[Any]
     decoder: Part[Decoder]
     layer: Part[DecoderLayer]
 
     @classmethod
-    def build(cls, config: ModelConfig, linear: LinearImpl, dtype: jnp.dtype) -> ModelDef:
+    def build(cls, config: ModelConfig, linear: LinearImpl, dtype: np.dtype[Any]) -> ModelDef:
         return cls(
             config,
             dtype,

@@ -16,6 +16,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from jaxserve.text.vocabulary import (
     SPACE,
+    MissingTokenizer,
     TokenizerLoadError,
     Vocabulary,
     byte_level_bytes,
@@ -221,6 +222,8 @@ def vocabulary_from_gguf(metadata: Mapping[str, Any]) -> Vocabulary:
     Source: the GGUF specification (ggml-org/ggml, docs/gguf.md), section on the tokenizer.
     """
     name = metadata.get("tokenizer.ggml.model")
+    if name is None:
+        raise MissingTokenizer("the GGUF file has no tokenizer.ggml.model")
     model = _MODELS.get(name) if isinstance(name, str) else None
     if model is None:
         raise TokenizerLoadError(

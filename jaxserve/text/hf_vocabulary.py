@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Tokenizer
 
 from jaxserve.text.vocabulary import (
     SPACE,
+    MissingTokenizer,
     TokenizerLoadError,
     Vocabulary,
     byte_level_bytes,
@@ -47,7 +48,7 @@ def _load_encoder(directory: Path) -> Tokenizer:
             raise TokenizerLoadError(f"{path}: {error}") from error
     older = [name for name in _OLDER_FORMATS if (directory / name).is_file()]
     if not older:
-        raise TokenizerLoadError(f"{directory} has no tokenizer.json")
+        raise MissingTokenizer(f"{directory} has no tokenizer.json")
     from transformers import AutoTokenizer
 
     try:
@@ -130,8 +131,8 @@ def _affixes(
     is none, as in transformers 5.
     """
     if encoder.post_processor is None:
-        bos = [named["bos_token"]] * bool(config.get("add_bos_token") and "bos_token" in named)
-        eos = [named["eos_token"]] * bool(config.get("add_eos_token") and "eos_token" in named)
+        bos = [named["bos_token"]] if config.get("add_bos_token") and "bos_token" in named else []
+        eos = [named["eos_token"]] if config.get("add_eos_token") and "eos_token" in named else []
         return _ids(encoder, bos), _ids(encoder, eos)
     probe = encoder.encode("a", add_special_tokens=True)
     mask = probe.special_tokens_mask

@@ -13,6 +13,10 @@ class TokenizerLoadError(ValueError):
     """The files of a tokenizer are missing, broken or of an unsupported kind; says which."""
 
 
+class MissingTokenizer(TokenizerLoadError):
+    """There is no tokenizer at all: the model can only be spoken to in token ids."""
+
+
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
     """A loaded tokenizer: the encoder and the facts that decoding and chat need.

@@ -70,7 +70,7 @@ def main(path: Path) -> None:
             f"{difference:.1e}: {entry['output_text']!r}",
             flush=True,
         )
-        assert difference < 1e-3, entry["name"]
+        assert difference < 1e-4, entry["name"]
         prompts.append(entry)
     near_ties = [entry["name"] for entry in prompts if entry["min_margin"] < SMALLEST_MARGIN]
     assert not near_ties, near_ties

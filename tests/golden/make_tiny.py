@@ -59,7 +59,7 @@ CHAT = [{"role": "user", "content": "Is the fox in the house?"}]
 
 @dataclass(frozen=True, slots=True)
 class Tiny:
-    """One directory: `options` complete the configuration, `legacy` writes it as of transformers 4."""
+    """One directory; `legacy` writes its configuration in the form of transformers 4."""
 
     name: str
     config: type[PreTrainedConfig]
@@ -81,28 +81,22 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+LINEAR_ROPE = {"rope_type": "linear", "factor": 4.0}
 NO_WINDOW = {"use_sliding_window": False, "sliding_window": 128, "max_window_layers": 2}
 TINIES = (
     Tiny("llama", LlamaConfig, 9, dtype="float32", tokenizer=True),
     Tiny(
         "llama-tied",
         LlamaConfig,
-        6,
+        36,
         {**WIDE, "tie_word_embeddings": True, "num_hidden_layers": 3},
         {"rope_theta": 100000.0},
         legacy=True,
         eos_list=True,
     ),
     Tiny("llama-bias", LlamaConfig, 10, {**WIDE, "attention_bias": True, "mlp_bias": True}),
-    Tiny("llama-rope-llama3", LlamaConfig, 11, WIDE, LLAMA3_ROPE),
-    Tiny(
-        "llama-rope-linear",
-        LlamaConfig,
-        1,
-        WIDE,
-        {"rope_type": "linear", "factor": 4.0},
-        legacy=True,
-    ),
+    Tiny("llama-rope-llama3", LlamaConfig, 13, WIDE, LLAMA3_ROPE),
+    Tiny("llama-rope-linear", LlamaConfig, 1, WIDE, LINEAR_ROPE, legacy=True),
     Tiny(
         "mistral",
         MistralConfig,
@@ -121,7 +115,7 @@ TINIES = (
         {"rope_theta": 1000000.0},
         eos_list=True,
     ),
-    Tiny("qwen3-untied", Qwen3Config, 12, {"head_dim": 32, "num_key_value_heads": 1}),
+    Tiny("qwen3-untied", Qwen3Config, 15, {"head_dim": 32, "num_key_value_heads": 1}),
 )
 
 
@@ -186,7 +180,9 @@ def random_prompts(seed: int) -> list[dict[str, Any]]:
 
 def text_prompts(tokenizer: Tokenizer) -> list[dict[str, Any]]:
     rendered = jinja2.Template(CHAT_TEMPLATE).render(messages=CHAT, add_generation_prompt=True)
-    entries = [{"name": f"text_{index}", "text": text} for index, text in enumerate(TEXTS)]
+    entries: list[dict[str, Any]] = [
+        {"name": f"text_{index}", "text": text} for index, text in enumerate(TEXTS)
+    ]
     entries.append({"name": "chat", "messages": CHAT, "text": rendered})
     return [entry | {"prompt_token_ids": tokenizer.encode(entry["text"]).ids} for entry in entries]
 
@@ -300,6 +296,8 @@ def make(tiny: Tiny) -> None:
     eos: list[int] = [2] if tiny.tokenizer else []
     if tiny.tokenizer:
         prompts += text_prompts(save_tokenizer(folder))
+    model_rope = random_model(configuration(tiny), tiny.seed).model.rotary_emb.inv_freq
+    assert torch.equal(model.model.rotary_emb.inv_freq, model_rope)  # the legacy keys were read
     entries = golden(model, prompts)
     if tiny.eos_list:
         eos = [entries[2]["token_ids"][6], entries[4]["token_ids"][9]]
@@ -321,6 +319,8 @@ def make(tiny: Tiny) -> None:
         "controls": controls(model, entries[4]),
     }
     write_golden(folder / "golden.json", head, entries)
+    for path in folder.glob("*.safetensors"):
+        path.chmod(0o644)
     size = sum(path.stat().st_size for path in folder.iterdir()) / 1024
     distinct = min(len(set(entry["token_ids"])) for entry in entries)
     print(f"{tiny.name:>18} {size:4.0f} KB, margin {head['min_margin']:.3f}, {distinct} distinct")

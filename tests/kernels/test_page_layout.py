@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import pytest
+
 from pallas_kernels.dispatch import CANDIDATES, LayoutError, PageLayout, select
 
 
@@ -47,7 +48,7 @@ def test_the_first_candidate_that_serves_is_taken():
     candidates = (only_gpu, *CANDIDATES)
     assert select("gpu", layout, 9, candidates) is special
     assert select("cpu", layout, 9, candidates) == chosen
-    with pytest.raises(LayoutError, match="platform: .*'cpu'"):
+    with pytest.raises(LayoutError, match=r"platform: .*'cpu'"):
         select("cpu", layout, 9, (only_gpu,))
 
 

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from itertools import pairwise
 
 import hypothesis.strategies as st
 import jax
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
+
 from pallas_kernels import reference
 from pallas_kernels.dispatch import DROPPED, PagedBatch, PageLayout, select
 
@@ -126,7 +128,8 @@ def assert_matches_oracle(shape: Shape, rows: list[Row], seed: int, order=None, 
     fast, oracle = programs(shape)
     args = (pool, *vectors(shape, seed + 1), batch, jnp.int32(before))
     (got_pool, got), (want_pool, want) = fast(*args), oracle(*args)
-    np.testing.assert_array_equal(got_pool, want_pool)
+    # as float32: NaN equals NaN there
+    np.testing.assert_array_equal(*(np.asarray(x, np.float32) for x in (got_pool, want_pool)))
     tolerance = TOLERANCE[shape.dtype]
     got, want = np.asarray(got, np.float32), np.asarray(want, np.float32)
     np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance)
@@ -134,11 +137,11 @@ def assert_matches_oracle(shape: Shape, rows: list[Row], seed: int, order=None, 
 
 MIXED = [
     Shape(1, 2, 1, "float32", tokens=160, rows=9, max_context=140),
-    Shape(8, 1, 3, "bfloat16", tokens=160, rows=9, max_context=280),
     Shape(16, 3, 3, "float32", tokens=160, rows=9, max_context=280),
     Shape(16, 2, 4, "bfloat16", tokens=160, rows=9, max_context=280),
     Shape(64, 1, 8, "float32", tokens=160, rows=9, max_context=280),
 ]
+SMOLLM = MIXED[1]
 
 
 @st.composite
@@ -161,38 +164,34 @@ def ragged(draw, shape: Shape) -> tuple[list[Row], list[int]]:
 
 
 @pytest.mark.parametrize("shape", MIXED, ids=str)
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data(), seed=st.integers(0, 2**16))
 def test_ragged_batches_match_the_oracle(shape, data, seed):
     rows, order = data.draw(ragged(shape))
     assert_matches_oracle(shape, rows, seed, order)
 
 
-DECODE = [
-    Shape(8, 2, 4, "float32", tokens=11, rows=11, max_context=270, decode=True),
-    Shape(16, 3, 3, "bfloat16", tokens=11, rows=11, max_context=270, decode=True),
-]
+DECODE = Shape(8, 2, 4, "bfloat16", tokens=11, rows=11, max_context=270, decode=True)
 
 
-@pytest.mark.parametrize("shape", DECODE, ids=str)
-@settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     contexts=st.lists(st.integers(1, 270) | st.sampled_from([127, 128, 129]), max_size=11),
     seed=st.integers(0, 2**16),
 )
-def test_decode_batches_match_the_oracle(shape, contexts, seed):
+def test_decode_batches_match_the_oracle(contexts, seed):
     # one token a row, row r at token r; the rows behind are padding
-    assert_matches_oracle(shape, [Row(1, context) for context in contexts], seed)
+    assert_matches_oracle(DECODE, [Row(1, context) for context in contexts], seed)
 
 
 def test_every_page_of_the_context_is_read_through_page_offset():
-    shape = MIXED[2]
+    shape = SMOLLM
     rows = [Row(70, 200), Row(1, 280), Row(1, 1), Row(0, 0), Row(2, 2)]
     assert_matches_oracle(shape, rows, seed=3, before=shape.num_pages)
 
 
 def test_padding_tokens_and_an_empty_batch_give_zeros():
-    shape = MIXED[2]
+    shape = SMOLLM
     fast, _ = programs(shape)
     batch, cached = lay_out(shape, [Row(3, 5), Row(1, 9)])
     _, out = fast(poisoned_pool(shape, cached, 0), *vectors(shape, 1), batch, 0)
@@ -204,13 +203,13 @@ def test_padding_tokens_and_an_empty_batch_give_zeros():
 
 
 def test_a_prompt_in_chunks_gives_what_it_gives_in_one():
-    shape = MIXED[2]
+    shape = SMOLLM
     fast, _ = programs(shape)
     q, k, v = vectors(shape, 5)
 
     def run(cuts):
         pool, outputs = np.zeros(shape.layout.shape(shape.num_pages), np.float32), []
-        for start, stop in zip(cuts, cuts[1:], strict=False):
+        for start, stop in pairwise(cuts):
             batch, _ = lay_out(shape, [Row(stop - start, stop)], seed=7)
             step = [np.roll(x, -start, axis=0) for x in (q, k, v)]
             pool, out = fast(pool, *step, batch, 0)
@@ -222,10 +221,11 @@ def test_a_prompt_in_chunks_gives_what_it_gives_in_one():
         np.testing.assert_allclose(run(cuts), whole, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("bucket", [1, 2, 8, 16])
-@pytest.mark.parametrize("width", [18, 40])
-def test_a_row_alone_and_in_any_batch_gives_the_same_bits(decode, bucket, width):
+@pytest.mark.parametrize(
+    ("bucket", "width", "decode"),
+    [(1, 40, True), (2, 18, True), (8, 40, True), (19, 40, True), (19, 40, False)],
+)
+def test_a_row_alone_and_in_any_batch_gives_the_same_bits(bucket, width, decode):
     """One row of 281 tokens, alone in a bucket of one row, and last of a full bucket."""
     own = Row(1, 281)
     alone = Shape(16, 3, 3, "float32", 1, 1, 288, decode=True, width=18)
@@ -275,8 +275,9 @@ def test_the_page_behind_the_last_one_of_the_last_layer_is_dropped():
         np.testing.assert_array_equal(pool, 0)
 
 
-@pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "decode"), [("float32", False), ("bfloat16", False), ("bfloat16", True)]
+)
 def test_the_pool_is_updated_in_place_in_a_scan_over_layers(dtype, decode):
     layers, num_pages = 4, 512
     tokens = 16 if decode else 128

@@ -6,13 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jaxserve.runtime import sampling
-from jaxserve.runtime.sampling import Sampled, SamplingLanes, sample
+from jaxserve.runtime.sampling import SamplingLanes, first_maximum, sample
 
 NONE = 2**31 - 1
+DRAWS, VOCAB = 4096, 300  # every shape is a compile: most tests share this one or [8, VOCAB]
 
 jitted = jax.jit(sample)
 
@@ -25,7 +26,7 @@ class Choice(NamedTuple):
 
 
 def _lanes(rows: int, **values: Any) -> dict[str, jax.Array]:
-    """Greedy rows without logprobs, unless said otherwise: a value for all rows, or one for each."""
+    """Greedy rows without logprobs, unless said otherwise, for all rows or for each."""
     default = {
         "temperature": np.zeros(rows, np.float32),
         "top_k": np.zeros(rows, np.int32),
@@ -41,14 +42,15 @@ def _lanes(rows: int, **values: Any) -> dict[str, jax.Array]:
     return {name: jnp.asarray(value) for name, value in default.items()}
 
 
-def _sample(logits: np.ndarray, **values: Any) -> Sampled:
+def _sample(logits: np.ndarray, **values: Any) -> Any:
+    """Sampled, but of numpy arrays."""
     result = jitted(jnp.asarray(logits, jnp.float32), _lanes(len(logits), **values))
     return jax.tree.map(np.asarray, result)
 
 
-def _draw(logits: np.ndarray, choice: Choice, draws: int) -> np.ndarray:
-    """Tokens drawn from one row of logits at `draws` positions."""
-    return _sample(np.tile(logits, (draws, 1)), **choice._asdict()).tokens
+def _draw(logits: np.ndarray, choice: Choice) -> np.ndarray:
+    """Tokens drawn from one row of logits at DRAWS positions."""
+    return _sample(np.tile(logits, (DRAWS, 1)), **choice._asdict()).tokens
 
 
 def _oracle(logits: np.ndarray, choice: Choice) -> np.ndarray:
@@ -59,13 +61,21 @@ def _oracle(logits: np.ndarray, choice: Choice) -> np.ndarray:
     if choice.top_k > 0:
         weights[choice.top_k :] = 0
     weights /= weights.sum()
-    before = np.cumsum(weights) - weights
     if choice.top_p < 1:
-        assert np.abs(before - choice.top_p).min() > 1e-6, "a cut that float32 can't see"
-        weights[before > choice.top_p] = 0
+        weights[np.cumsum(weights) - weights >= choice.top_p] = 0
     probabilities = np.zeros_like(weights)
     probabilities[ranking] = weights / weights.sum()
     return probabilities
+
+
+def _clear(logits: np.ndarray, choice: Choice) -> bool:
+    """Whether the filters' cuts are the same for any settings within rounding."""
+    kept = [
+        _oracle(logits, choice._replace(top_p=choice.top_p * by, min_p=choice.min_p * by)) > 0
+        for by in (1 - 1e-5, 1, 1 + 1e-5)
+        if choice.top_p * by <= 1
+    ]
+    return all(np.array_equal(kept[0], other) for other in kept[1:])
 
 
 def _assert_distribution(tokens: np.ndarray, probabilities: np.ndarray) -> None:
@@ -90,19 +100,20 @@ def _random_logits(rows: int, vocab: int, seed: int = 0, scale: float = 3.0) -> 
 
 
 @pytest.mark.parametrize("vocab", [1, 20, 127, 128, 1000, 49152])
-def test_greedy_is_thefirst_maximum(vocab: int):
+def test_first_maximum(vocab: int):
     logits = np.round(_random_logits(6, vocab))  # many ties
     logits[1] = 0
     logits[2] = -np.inf
     logits[2, -1] = -1e30
     logits[3] = -3e38
     logits[3, vocab // 2] = 3e38
-    np.testing.assert_array_equal(_sample(logits).tokens, logits.argmax(axis=1))
+    tokens = jax.jit(first_maximum)(jnp.asarray(logits))
+    np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1e-5, 9.9e-5])
 def test_tiny_temperatures_are_greedy(temperature: float):
-    logits = np.round(_random_logits(4, 500))
+    logits = np.round(_random_logits(8, VOCAB))
     tokens = _sample(logits, temperature=temperature).tokens
     np.testing.assert_array_equal(tokens, logits.argmax(axis=1))
 
@@ -133,15 +144,16 @@ def test_choices_that_equal_greedy(choice: Choice):
 @pytest.mark.parametrize("top_p", [1.0, 0.9])
 @pytest.mark.parametrize("top_k", [0, 70])
 def test_extreme_logits_give_tokens_with_probability(temperature: float, top_p: float, top_k: int):
-    logits = np.full((5, 300), -np.inf, np.float32)
+    logits = np.full((8, VOCAB), -np.inf, np.float32)
     logits[0, 299] = 0
     logits[1, [5, 6]] = 3e38
     logits[1, 7:] = -3e38
     logits[2, 10:] = -3e38
     logits[3, 20:90] = 1e30
     logits[4, 100] = -1e-38
+    logits[5:, 0] = 0
     result = _sample(logits, temperature=temperature, top_p=top_p, top_k=top_k, num_logprobs=3)
-    allowed = [{299}, {5, 6}, set(range(10, 300)), set(range(20, 90)), {100}]
+    allowed = [{299}, {5, 6}, set(range(10, 300)), set(range(20, 90)), {100}] + [{0}] * 3
     for token, tokens in zip(result.tokens, allowed, strict=True):
         assert token in tokens
     assert not np.isnan(result.logprob).any()
@@ -168,18 +180,18 @@ def test_extreme_logits_give_tokens_with_probability(temperature: float, top_p: 
     ],
 )
 def test_distribution(choice: Choice):
-    logits = _random_logits(1, 400, seed=3)[0]
-    _assert_distribution(_draw(logits, choice, 8192), _oracle(logits, choice))
+    logits = _random_logits(1, VOCAB, seed=3)[0]
+    _assert_distribution(_draw(logits, choice), _oracle(logits, choice))
 
 
 def test_equal_logits_are_drawn_evenly():
-    logits = np.zeros(256, np.float32)
-    _assert_distribution(_draw(logits, Choice(), 8192), np.full(256, 1 / 256))
+    logits = np.zeros(VOCAB, np.float32)
+    _assert_distribution(_draw(logits, Choice()), np.full(VOCAB, 1 / VOCAB))
 
 
 def test_draws_over_keys_are_independent_of_position():
-    logits = np.tile(_random_logits(1, 50, seed=5), (8192, 1))
-    keys = np.stack([np.arange(8192), np.zeros(8192)], axis=1).astype(np.uint32)
+    logits = np.tile(_random_logits(1, VOCAB, seed=5), (DRAWS, 1))
+    keys = np.stack([np.arange(DRAWS), np.zeros(DRAWS)], axis=1).astype(np.uint32)
     tokens = _sample(logits, temperature=1.0, key=keys, position=7).tokens
     _assert_distribution(tokens, _oracle(logits[0], Choice()))
 
@@ -199,23 +211,24 @@ def test_draws_over_keys_are_independent_of_position():
 )
 def test_filters_keep_what_the_oracle_keeps(seed: int, scale: float, tied: bool, choice: Choice):
     """Drawn tokens are among the kept ones, and every kept token that must appear does."""
-    logits = _random_logits(1, 300, seed, scale)[0]
+    logits = _random_logits(1, VOCAB, seed, scale)[0]
     if tied:
         logits = np.round(logits)
+    assume(_clear(logits, choice))
     probabilities = _oracle(logits, choice)
-    counts = np.bincount(_draw(logits, choice, 2048), minlength=300)
+    counts = np.bincount(_draw(logits, choice), minlength=VOCAB)
     assert counts[probabilities == 0].sum() == 0
-    assert counts[probabilities > 0.015].min() > 0  # missed with probability 1e-13
+    assert (counts[probabilities > 0.008] > 0).all()  # one is missed with probability 1e-14
 
 
 def test_ties_at_the_cut_go_to_lower_ids():
-    logits = np.zeros(300, np.float32)
+    logits = np.zeros(VOCAB, np.float32)
     logits[200] = 1.0
     for top_k in (3, 100):  # by ranking, by search
-        tokens = set(_draw(logits, Choice(top_k=top_k), 4096).tolist())
+        tokens = set(_draw(logits, Choice(top_k=top_k)).tolist())
         assert tokens == {200, *range(top_k - 1)}
     # The smallest set that holds 0.4 of the probability: token 200 and 118 of the 299 others.
-    tokens = set(_draw(logits, Choice(top_p=0.4), 4096).tolist())
+    tokens = set(_draw(logits, Choice(top_p=0.4)).tolist())
     assert tokens == {200, *range(118)}
 
 
@@ -224,25 +237,27 @@ def test_ties_at_the_cut_go_to_lower_ids():
 
 @pytest.mark.parametrize("choice", [Choice(temperature=0.0), Choice(), Choice(top_k=2)])
 def test_suppressed_ids_have_no_probability(choice: Choice):
-    logits = np.zeros((512, 10), np.float32)
+    logits = np.full((DRAWS, VOCAB), -30, np.float32)
+    logits[:, :10] = 0
     logits[:, 4] = 9
     logits[:, 9] = 8
     logits[:, 6] = 7
-    suppressed = np.array([9, NONE, -1, 4, 10, -(2**31), NONE, NONE], np.int32)
+    suppressed = np.array([9, NONE, -1, 4, VOCAB, -(2**31), NONE, NONE], np.int32)
     result = _sample(logits, suppressed=suppressed, num_logprobs=2, **choice._asdict())
     assert not {4, 9} & set(result.tokens.tolist())
     assert 6 in result.tokens
-    np.testing.assert_array_equal(result.top_ids[:, :2], [[6, 0]] * 512)
+    np.testing.assert_array_equal(result.top_ids[:, :2], [[6, 0]] * DRAWS)
     expected = 7 - np.log(np.exp(7) + 7)
     np.testing.assert_allclose(result.top_logprobs[:, 0], expected, atol=1e-6)
 
 
 def test_suppression_touches_no_other_row():
-    logits = np.zeros((2, 10), np.float32)
+    logits = np.zeros((8, VOCAB), np.float32)
     logits[:, 4] = 9
-    suppressed = np.full((2, 8), NONE, np.int32)
-    suppressed[0, 0] = 4
-    np.testing.assert_array_equal(_sample(logits, suppressed=suppressed).tokens, [0, 4])
+    suppressed = np.full((8, 8), NONE, np.int32)
+    suppressed[2, 0] = 4
+    tokens = _sample(logits, suppressed=suppressed).tokens
+    np.testing.assert_array_equal(tokens, [4, 4, 0, 4, 4, 4, 4, 4])
 
 
 # --- logprobs ---
@@ -250,12 +265,13 @@ def test_suppression_touches_no_other_row():
 
 @pytest.mark.parametrize("vocab", [20, 300, 49152])
 def test_logprobs(vocab: int):
-    logits = _random_logits(4, vocab)
-    logits[2] = np.round(logits[2])
-    result = _sample(logits, num_logprobs=20, temperature=[0, 5.0, 0.7, 5.0], top_k=[0, 0, 5, 0])
+    logits = _random_logits(8, vocab)
+    logits[2:4] = np.round(logits[2:4])
+    temperature, top_k = [0, 5.0, 0.7, 5.0] * 2, [0, 0, 5, 0] * 2
+    result = _sample(logits, num_logprobs=20, temperature=temperature, top_k=top_k)
     wide = logits.astype(np.float64)
     logprobs = wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
-    for row in range(4):
+    for row in range(8):
         ranking = np.argsort(-logits[row], kind="stable")[:20]
         token = result.tokens[row]
         np.testing.assert_array_equal(result.top_ids[row], ranking)
@@ -269,11 +285,12 @@ def test_logprobs(vocab: int):
 
 
 def test_rows_that_want_no_logprobs_get_zeros():
-    result = _sample(_random_logits(3, 300), num_logprobs=[-1, 0, -1])
-    np.testing.assert_array_equal(result.rank, [0, 1, 0])
-    np.testing.assert_array_equal(result.logprob != 0, [False, True, False])
-    np.testing.assert_array_equal(result.top_logprobs.any(axis=1), [False, True, False])
-    for unasked in _sample(_random_logits(3, 300))[1:]:
+    wanted = np.arange(8) % 3 == 1
+    result = _sample(_random_logits(8, VOCAB), num_logprobs=np.where(wanted, 0, -1))
+    np.testing.assert_array_equal(result.rank, wanted)
+    np.testing.assert_array_equal(result.logprob != 0, wanted)
+    np.testing.assert_array_equal(result.top_logprobs.any(axis=1), wanted)
+    for unasked in _sample(_random_logits(8, VOCAB))[1:]:
         assert not unasked.any()
 
 
@@ -303,8 +320,7 @@ def _mixed(rows: int) -> dict[str, np.ndarray]:
     return lanes
 
 
-@pytest.mark.parametrize("vocab", [1000, 49152])
-@pytest.mark.parametrize("rows", [1, 2, 8])
+@pytest.mark.parametrize(("rows", "vocab"), [(1, 49152), (8, 49152), (2, 1000)])
 def test_a_row_does_not_depend_on_its_batch(rows: int, vocab: int):
     logits, lanes = _random_logits(64, vocab), _mixed(64)
     together = _sample(logits, **lanes)
@@ -317,10 +333,10 @@ def test_a_row_does_not_depend_on_its_batch(rows: int, vocab: int):
 
 
 def test_keys_and_positions_decide():
-    logits = np.tile(_random_logits(1, 5000, scale=0.1), (64, 1))
+    logits = np.tile(_random_logits(1, 1000, scale=0.1), (64, 1))
     first = _sample(logits, temperature=1.0).tokens
     np.testing.assert_array_equal(first, _sample(logits, temperature=1.0).tokens)
-    assert len(set(first.tolist())) > 55  # by position
+    assert len(set(first.tolist())) > 50  # by position
     other = _sample(logits, temperature=1.0, key=np.array([2, 1], np.uint32)).tokens
     assert (first != other).sum() > 55
     same = _sample(logits, temperature=1.0, position=5).tokens
@@ -337,10 +353,16 @@ def test_rows_together_choose_what_rows_one_by_one_choose():
 
 
 def test_parameters_never_compile_anew():
-    step = jax.jit(lambda logits, lanes: sample(logits, lanes))  # a cache of its own
-    logits = jnp.asarray(_random_logits(8, 300))
+    traces: list[int] = []
+
+    @jax.jit
+    def step(logits: jax.Array, lanes: dict[str, jax.Array]) -> Any:
+        traces.append(1)
+        return sample(logits, lanes)
+
+    logits = jnp.asarray(_random_logits(8, VOCAB))
     for choice in MIXED:
         step(logits, _lanes(8, **choice._asdict()))
         step(logits, _lanes(8, num_logprobs=20, **choice._asdict()))
     step(logits, _lanes(8, **_mixed(8)))
-    assert step._cache_size() == 1
+    assert len(traces) == 1

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
-from scheduler.core import Scheduler, SchedulerConfig
+from scheduler.core import Progress, Scheduler, SchedulerConfig, Step
+from scheduler.plan import plan_layout
+from scheduler.policy import QueuePolicy
 from scheduler.request import Request, SamplingParams
 
+TOKEN = 7
 LIMITS = {
     "num_pages": 64,
     "page_size": 4,
@@ -21,11 +25,46 @@ LIMITS = {
 }
 
 
-@pytest.fixture
-def make_scheduler() -> Callable[..., Scheduler]:
-    """make_scheduler(**limits): those that are not named come from LIMITS."""
+class Driven(Scheduler):
+    """A scheduler with a device that always samples the same token."""
 
-    def make(**limits: Any) -> Scheduler:
+    @staticmethod
+    def rows(step: Step | None) -> list[tuple[int, int]]:
+        """(request number, tokens) of each row."""
+        assert step is not None
+        view = plan_layout(step.plan.key).views(step.plan.buffer)
+        count = step.plan.num_rows
+        numbers, lengths = view["key"][:count, 0].tolist(), view["query_len"][:count].tolist()
+        return list(zip(numbers, lengths, strict=True))
+
+    def give(self, step: Step | None, token: int = TOKEN, now: float = 0.0) -> list[Progress]:
+        """Commit a step in which every row sampled `token`."""
+        assert step is not None
+        tokens = np.full(step.plan.key.rows, token, np.int32)
+        progress = self.commit(step, SimpleNamespace(tokens=tokens), now)
+        self.check_invariants()
+        return progress
+
+    def advance(self) -> list[tuple[int, int]]:
+        """One step without lookahead; its rows."""
+        step = self.schedule(0.0)
+        self.check_invariants()
+        self.give(step)
+        return self.rows(step)
+
+    def finish_all(self) -> None:
+        for _ in range(1000):
+            if not self.has_requests:
+                return
+            self.advance()
+        raise AssertionError("not everything ended")
+
+
+@pytest.fixture
+def make_scheduler() -> Callable[..., Driven]:
+    """make_scheduler(policy, **limits): those that are not named come from LIMITS."""
+
+    def make(policy: QueuePolicy | None = None, **limits: Any) -> Driven:
         config = SchedulerConfig(**{**LIMITS, **limits})
         pow2 = BUCKET_STRATEGIES["pow2"]
         grid = BucketGrid.build(
@@ -36,7 +75,7 @@ def make_scheduler() -> Callable[..., Scheduler]:
             max_tokens=config.max_num_batched_tokens,
             max_pages=config.max_pages_per_sequence,
         )
-        return Scheduler(config, grid)
+        return Driven(config, grid, policy)
 
     return make
 

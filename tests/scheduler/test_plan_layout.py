@@ -61,9 +61,7 @@ def test_views_write_the_plan_and_unpack_reads_it() -> None:
             view[...] = random.normal(size=view.shape).astype(np.float32)
         else:
             info = np.iinfo(view.dtype)
-            view[...] = random.integers(
-                info.min, info.max, view.shape, view.dtype, endpoint=True
-            )
+            view[...] = random.integers(info.min, info.max, view.shape, view.dtype, endpoint=True)
         written[name] = view.copy()
     assert buffer.dtype == np.int32
     lanes = layout.unpack(buffer, lambda words, dtype: np.ascontiguousarray(words).view(dtype))

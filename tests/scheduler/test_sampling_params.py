@@ -59,13 +59,12 @@ BAD: list[tuple[str, Any, str]] = [
     ("stop", "", "must not contain an empty string"),
     ("stop", ["a", ""], "must not contain an empty string"),
     ("stop", [1], "must be a string or a list of strings"),
-    ("stop", None, "must be a string or a list of strings"),
-    ("stop", {"a": 1}, "must be a string or a list of strings"),
+    ("stop", {"a": 1}, "must be a list, got {'a': 1}"),
     ("stop", ["a"] * 17, "at most 16 strings are allowed, got 17"),
     ("stop_token_ids", [-1], "between 0 and 2147483647, got -1"),
     ("stop_token_ids", [2**31], "between 0 and 2147483647, got 2147483648"),
     ("stop_token_ids", [1.0], "must be an integer, got 1.0"),
-    ("stop_token_ids", 5, "must be a list of token ids"),
+    ("stop_token_ids", 5, "must be a list, got 5"),
     ("include_stop_str_in_output", 1, "must be a boolean, got 1"),
     ("ignore_eos", "yes", "must be a boolean, got 'yes'"),
     ("skip_special_tokens", None, "must be a boolean, got None"),
@@ -130,7 +129,14 @@ def test_least_over_most() -> None:
 
 @pytest.mark.parametrize(
     ("given", "kept"),
-    [("ab", ("ab",)), (["a", "b"], ("a", "b")), ((), ()), ([], ()), (["a"] * 16, ("a",) * 16)],
+    [
+        ("ab", ("ab",)),
+        (["a", "b"], ("a", "b")),
+        ((), ()),
+        ([], ()),
+        (None, ()),
+        (["a"] * 16, ("a",) * 16),
+    ],
 )
 def test_stop_becomes_a_tuple(given: Any, kept: tuple[str, ...]) -> None:
     assert SamplingParams(stop=given).stop == kept
@@ -138,6 +144,7 @@ def test_stop_becomes_a_tuple(given: Any, kept: tuple[str, ...]) -> None:
 
 def test_stop_token_ids_become_a_tuple() -> None:
     assert SamplingParams(stop_token_ids=[3, 0]).stop_token_ids == (3, 0)
+    assert SamplingParams(stop_token_ids=None).stop_token_ids == ()  # pyright: ignore
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,7 @@ def test_the_policy_decides() -> None:
 
 
 def test_policies_have_names() -> None:
-    assert POLICIES == {"fcfs": Fcfs()}
+    assert {"fcfs": Fcfs()} == POLICIES
 
 
 def test_removal() -> None:

@@ -1,5 +1,6 @@
 import importlib
 import json
+from pathlib import Path
 
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
@@ -204,3 +205,11 @@ def test_decoders_that_are_not_understood_are_refused(tmp_path, golden):
     encoder.decoder = decoders.Replace("x", " ")
     with pytest.raises(TokenizerLoadError, match="decoder replaces 'x'"):
         save(tmp_path, encoder)
+
+
+def test_a_tokenizer_without_bos_and_post_processor_loads() -> None:
+    """tests/golden/tiny/llama has neither; asking for its BOS must not be an error."""
+    directory = Path(__file__).parents[1] / "golden" / "tiny" / "llama"
+    tokenizer = Tokenizer.from_directory(directory)
+    assert tokenizer.bos_id is None
+    assert tokenizer.decode(tokenizer.encode("Hello")) == "Hello"

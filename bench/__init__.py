@@ -1,0 +1,1 @@
+"""Measurements. May import everything; nothing imports it."""
