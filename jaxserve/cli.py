@@ -70,6 +70,11 @@ _ENGINE_FLAGS: dict[str, tuple[type, str]] = {
     "max_num_seqs": (int, "sequences that run at once"),
     "max_num_batched_tokens": (int, "token budget of one step"),
     "max_model_len": (int, "context limit in tokens"),
+    "max_chunk_tokens": (int, "what one prompt may take of a step's budget"),
+    "row_buckets": (str, "bucket strategy for rows: pow2 or single"),
+    "token_buckets": (str, "bucket strategy for tokens"),
+    "page_buckets": (str, "bucket strategy for block table widths"),
+    "compile_cache": (str, "directory of compiled steps, or off (default: the user's cache)"),
 }
 _SERVE_FLAGS: dict[str, tuple[type, str]] = {
     "max_waiting": (int, "sequences in the queue before new requests get 429"),
@@ -77,6 +82,7 @@ _SERVE_FLAGS: dict[str, tuple[type, str]] = {
     "port": (int, "port to listen on"),
     "drain_timeout": (float, "seconds that running streams may take after SIGTERM"),
     "slow_reader_timeout": (float, "seconds that a client may leave its stream unread"),
+    "stuck_timeout": (float, "seconds of one step after which /health turns to 503"),
 }
 
 
@@ -120,12 +126,24 @@ def _parser() -> argparse.ArgumentParser:
 
 def _settings(args: argparse.Namespace, **defaults: Any) -> tuple[EngineConfig, ServerConfig]:
     """Flags win over the file; `defaults` only count where there is no file."""
+    from dataclasses import replace
+
     from jaxserve.config import load_config
 
     names = ("model", *_ENGINE_FLAGS, *_SERVE_FLAGS)
     given = {name: getattr(args, name, None) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
-    return load_config(args.config, given if args.config else defaults | given)
+    engine, server = load_config(args.config, given if args.config else defaults | given)
+    cache = {None: _default_compile_cache(), "off": None}.get(
+        engine.compile_cache, engine.compile_cache
+    )
+    return replace(engine, compile_cache=cache), server
+
+
+def _default_compile_cache() -> str:
+    """Where the platform keeps caches (XDG base directory specification)."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return os.path.join(home, "jaxserve", "compile")
 
 
 def _serve(args: argparse.Namespace) -> int:

@@ -33,6 +33,8 @@ class _Live:
 
     sequence: Sequence
     text: Detokenizer
+    new_text: str = ""  # of the token that is being committed
+    error: str | None = None
 
 
 class Engine:
@@ -162,14 +164,13 @@ class Engine:
 
     def _commit(self, step: Step, handle: Handle) -> list[Delta]:
         result = handle.result()
-        now = self.clock()
-        return [
-            self._delta(progress, result) for progress in self.scheduler.commit(step, result, now)
-        ]
+        done = self.scheduler.commit(step, result, self.clock(), self._text_ends)
+        return [self._delta(progress, result) for progress in done]
 
     def _recover(self, error: Exception) -> list[Delta]:
-        """A step failed: the device state is rebuilt and every row computed again, once; then the
-        rows that ran are given up, with the error in their streams. The engine stays up."""
+        """A step failed. The device state is rebuilt and every row computed again; if it fails
+        again, the rows that ran (all requests, if none did) end with the error in their streams.
+        The engine stays up."""
         self._failures += 1
         log.error("step failed (%d in a row)", self._failures, exc_info=error)
         self._in_flight = None
@@ -177,35 +178,38 @@ class Engine:
         self.runner.reset()
         if self._failures < MAX_FAILURES:
             return []
-        deltas: list[Delta] = []
-        for sequence in victims:
+        self._failures = 0
+        ended: list[Delta] = []
+        for sequence in victims or list(self.scheduler.sequences()):
             self.scheduler.finish(sequence, "error")
             live = self._live[sequence.request.request_id]
-            deltas.append(self._last_delta(live, "error", error=f"the engine failed: {error}"))
-        self._failures = 0
-        return deltas
+            ended.append(self._last_delta(live, "error", error=f"the engine failed: {error}"))
+        return ended
 
     # ---- tokens to text ----
+
+    def _text_ends(self, sequence: Sequence, token: int) -> bool:
+        """Turn a token into text, kept for its delta; whether that completes a stop string."""
+        live = self._live[sequence.request.request_id]
+        try:
+            live.new_text = live.text.push((token,))
+        except Exception as error:  # one request's text must not stop the others
+            log.error("no text for token %d", token, exc_info=error)
+            live.error = f"the text of token {token} could not be made: {error}"
+            return True
+        return live.text.stop_match is not None
 
     def _delta(self, progress: Progress, result: StepResult) -> Delta:
         sequence, token = progress.sequence, progress.token
         request, params = sequence.request, sequence.request.params
         live = self._live[request.request_id]
         reason = sequence.finish_reason
-        stop_reason: str | int | None = None
-        text = ""
-        if reason == "stop" and not params.include_stop_str_in_output:
-            # an end token is not text
+        stop_reason: str | int | None = live.text.stop_match
+        if token in request.stop_ids and reason == "stop":
             stop_reason = None if token in self.eos_ids else token
-        else:
-            text = live.text.push((token,))
-            if live.text.stop_match is not None:
-                stop_reason = live.text.stop_match
-                if reason is None:
-                    self.scheduler.finish(sequence, "stop")
-                elif reason == "length":
-                    sequence.finish_reason = "stop"
-                reason = "stop"
+            if params.include_stop_str_in_output:  # otherwise an end token is not text
+                self._text_ends(sequence, token)
+        text, live.new_text = live.new_text, ""
         if reason is not None:
             text += live.text.flush()
             del self._live[request.request_id]
@@ -217,10 +221,11 @@ class Engine:
             text=text,
             token_ids=(token,),
             logprobs=logprobs,
-            finish_reason=reason,
+            finish_reason=reason if live.error is None else "error",
             stop_reason=stop_reason,
             num_prompt_tokens=sequence.num_prompt,
             num_output_tokens=len(sequence.tokens) - sequence.num_prompt,
+            error=live.error,
         )
 
     def _last_delta(self, live: _Live, reason: str, error: str | None = None) -> Delta:

@@ -15,6 +15,7 @@ nothing, so a row's result does not depend on the rows beside it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -61,9 +62,12 @@ class XlaAttention:
         return -(-CONTEXT_CHUNK // self.layout.page_size)
 
     def prepare(self, batch: PagedBatch, *, decode: bool) -> Prepared:
-        # whole chunks, so that the last slice of a table is not shifted to fit
-        missing = -batch.block_tables.shape[1] % self.chunk_pages
-        batch = batch._replace(block_tables=jnp.pad(batch.block_tables, ((0, 0), (0, missing))))
+        # Whole chunks, so that the last slice of a table is not shifted to fit; and never a single
+        # one: XLA would move its reads out of the loop, apart from the arithmetic they fuse with.
+        width = batch.block_tables.shape[1]
+        chunks = max(2, -(-width // self.chunk_pages))
+        padding = ((0, 0), (0, chunks * self.chunk_pages - width))
+        batch = batch._replace(block_tables=jnp.pad(batch.block_tables, padding))
         single = _single_blocks(batch)
         return Prepared((single,) if decode else (_chunk_blocks(batch), single))
 
@@ -123,6 +127,9 @@ class XlaAttention:
         # Reading the cache bounds a single token, so widening on the way costs nothing there, and
         # float32 products of few rows are the faster ones; with many, bfloat16 halves the work.
         compute = jnp.float32 if size == 1 else pool.dtype
+        # the scale in two factors, the first a power of two: exact in every dtype
+        coarse = 2.0 ** math.floor(math.log2(scale))
+        fine = scale / coarse
         vectors = pool.reshape(-1, page_size * dim)  # one page's keys or values for one head
 
         # [rows, kv_heads, group * size, head_dim]
@@ -140,15 +147,17 @@ class XlaAttention:
             def read(side):  # [rows, kv_heads, length, head_dim]
                 index = first + side * kv_heads + heads
                 found = vectors.at[index].get(mode="clip", wrap_negative_indices=False)
-                found = found.reshape(rows, kv_heads, length, dim).astype(compute)
-                # For V this keeps what lies behind the context out of 0 * V. K needs it not, but
-                # XLA:CPU vectorizes a gather that has arithmetic behind it, and not a bare one.
-                return jnp.where(at[:, None] <= last, found, 0)
+                return found.reshape(rows, kv_heads, length, dim).astype(compute)
 
-            scores = jnp.einsum("rkqd,rktd->rkqt", q, read(KEYS), preferred_element_type="float32")
+            # XLA:CPU vectorizes a gather that ends in arithmetic, and not a bare one
+            k = read(KEYS) * coarse
+            # what lies behind the context may be NaN, which a weight of zero does not undo
+            v = jnp.where(at[:, None] <= last, read(VALUES), 0)
+
+            scores = jnp.einsum("rkqd,rktd->rkqt", q, k, preferred_element_type="float32")
             seen = at <= positions[:, None, None, :, None]
             scores = scores.reshape(rows, kv_heads, group, size, length)
-            scores = jnp.where(seen, scores * scale, -jnp.inf)
+            scores = jnp.where(seen, scores * fine, -jnp.inf)
             scores = scores.reshape(rows, kv_heads, group * size, length)
 
             raised = jnp.maximum(highest, scores.max(axis=-1))
@@ -158,7 +167,7 @@ class XlaAttention:
             mixed = mixed * fade[..., None] + jnp.einsum(
                 "rkqt,rktd->rkqd",
                 weights.astype(compute),
-                read(VALUES),
+                v,
                 preferred_element_type="float32",
             )
             return raised, total, mixed

@@ -71,7 +71,7 @@ class BucketGrid:
         max_tokens: int,
         max_pages: int,
         min_rows: int = 1,
-        min_tokens: int = 16,
+        min_tokens: int = 32,
         min_pages: int = 1,
     ) -> BucketGrid:
         """Limits are those of the engine: rows at once, tokens of a step, pages of one sequence.

@@ -13,7 +13,7 @@ id.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -21,6 +21,7 @@ import numpy as np
 
 from scheduler.buckets import BucketGrid
 from scheduler.errors import PromptExceedsPool, PromptTooLong, QueueFull
+from scheduler.invariants import check_invariants
 from scheduler.pages import PagePool, pages_for
 from scheduler.plan import BatchPlan
 from scheduler.policy import Fcfs, QueuePolicy, WaitingQueue
@@ -48,8 +49,14 @@ class SchedulerConfig:
 
     @property
     def max_rows(self) -> int:
-        """Rows of one step: every running row must be able to decode in each step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens)
+        """Rows of one step: each holds a page, and all must be able to decode in one step."""
+        return min(self.max_num_seqs, self.max_num_batched_tokens, self.num_pages)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens of one step that can really come together."""
+        most = self.max_rows * (self.max_chunk_tokens or self.max_num_batched_tokens)
+        return min(self.max_num_batched_tokens, most)
 
     @property
     def max_tokens_per_sequence(self) -> int:
@@ -58,6 +65,10 @@ class SchedulerConfig:
     @property
     def max_pages_per_sequence(self) -> int:
         return pages_for(self.max_tokens_per_sequence, self.page_size)
+
+
+# (sequence, its new token) -> whether the text that the token makes ends the sequence
+TextEnds = Callable[[Sequence, int], bool]
 
 
 class StepOutput(Protocol):
@@ -209,9 +220,11 @@ class Scheduler:
             return None
         return self._plan(decode, chunks)
 
-    def commit(self, step: Step, output: StepOutput, now: float) -> list[Progress]:
+    def commit(
+        self, step: Step, output: StepOutput, now: float, text_ends: TextEnds | None = None
+    ) -> list[Progress]:
         """Put the sampled tokens where their placeholders stand; end the sequences that are
-        complete."""
+        complete: by an end token, by their text, or by length, in this order."""
         progress: list[Progress] = []
         tokens = output.tokens.tolist()
         stats = self.stats
@@ -232,7 +245,8 @@ class Scheduler:
             sequence.last_token_at = now
             num_output = len(sequence.tokens) - sequence.num_prompt
             request = sequence.request
-            if token in request.stop_ids and num_output > request.params.min_tokens:
+            stopped = token in request.stop_ids and num_output > request.params.min_tokens
+            if stopped or (text_ends is not None and text_ends(sequence, token)):
                 self.finish(sequence, "stop")
             elif num_output >= request.max_tokens:
                 self.finish(sequence, "length")
@@ -389,29 +403,6 @@ class Scheduler:
         stats.pages_free, stats.pages_cached = pool.num_free, pool.num_cached
         stats.pages_held = pool.num_held
 
-    # ---- invariants ----
-
     def check_invariants(self) -> None:
-        """Assert what must hold after every call: the page ledger, and that the mirrors agree."""
-        self.pool.check(sequence.pages for sequence in self.running)
-        assert [s.order for s in self.running] == sorted(s.order for s in self.running)
-        assert len(self.running) + self.slots.num_free == self.config.max_rows
-        assert len({s.slot for s in self.running}) == len(self.running)
-        assert len(self.running) + len(self.waiting) == len(self._by_id)
-        for sequence in self.running:
-            slot, count = sequence.slot, len(sequence.pages)
-            assert sequence.status is Status.RUNNING
-            assert self.slots.block_tables[slot, :count].tolist() == sequence.pages
-            assert self.slots.num_pages[slot] == count
-            assert self.slots.computed[slot] == sequence.num_computed
-            assert self.slots.target[slot] == sequence.num_tokens
-            assert sequence.num_computed <= count * self.config.page_size
-            assert sequence.num_computed <= sequence.num_tokens
-            assert sequence.num_output <= sequence.request.max_tokens
-        for sequence in self.waiting:
-            assert sequence.status is Status.WAITING
-            assert not sequence.pages
-            assert sequence.slot == -1
-            assert sequence.num_computed == 0
-        if not self.running:
-            assert self.pool.num_held == 0, "idle, but pages are held"
+        """Assert what must hold after every call (see scheduler.invariants)."""
+        check_invariants(self)

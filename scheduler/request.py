@@ -119,6 +119,7 @@ class SamplingParams:
             _integer("logprobs", self.logprobs, 0, MAX_LOGPROBS)
         neutral = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
         for name, value in neutral.items():
+            _number(name, getattr(self, name), -1e6, 1e6)
             if getattr(self, name) != value:
                 raise UnsupportedParameter(name, f"only {value} is supported by this server")
         if self.logit_bias:

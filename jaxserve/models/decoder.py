@@ -16,8 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxserve.models.config import ModelConfig
 
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.linear import LinearImpl
 from jaxserve.models.rope import apply_rope
 

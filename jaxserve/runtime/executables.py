@@ -1,9 +1,9 @@
 """The table PlanKey -> compiled step. Built ahead of time; a key that is not in it is a bug, not a
 compile.
 
-A step is a chain of compiled stages, not one program, because compile time is start-up time: a group of
-layers is compiled once and run for every group, and the sampler, which depends on the rows alone, is
-shared by all keys and runs only when a row needs it.
+A step is a chain of compiled stages, not one program, because compile time is start-up time: a
+group of layers is compiled once and run for every group, and the sampler, which depends on the rows
+alone, is shared by all keys and runs only when a row needs it.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jaxserve.runtime.compiles import CompileCounter
 from jaxserve.runtime.sampling import Sampled
-from jaxserve.runtime.step import Stages, sampler, sampler_lanes
+from jaxserve.runtime.step import SamplerInput, Stages, sampler, sampler_lanes
 from jaxserve.runtime.weights import Progress, Weights
 from scheduler.plan import PlanKey, plan_layout
 
@@ -26,7 +27,8 @@ COMPILE_THREADS = 2  # tracing holds the interpreter lock, so more would not hel
 
 
 class DeviceState(NamedTuple):
-    """Donated to each step and replaced by what it returns. Arrays, or ShapeDtypeStructs of them."""
+    """Donated to each step and replaced by what it returns. Arrays, or ShapeDtypeStructs of
+    them."""
 
     pools: tuple[Any, ...]  # one array a layer: [pages, 2, kv_heads, page_size, head_dim]
     last_tokens: Any  # int32[slots]
@@ -34,7 +36,8 @@ class DeviceState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """What the compiler says of one step, in bytes; of its stages the largest, or all where they add up."""
+    """What the compiler says of one step, in bytes; of its stages the largest, or all where they
+    add up."""
 
     temp: int  # largest of a stage, with the arrays that are handed on
     aliased: int  # pools and last tokens that are updated in place
@@ -56,7 +59,7 @@ class Executable:
         weights: Weights,
         state: DeviceState,
         plan: jax.Array,
-        sampler: Callable[..., Any] | None,
+        sampler: Sampler | None,
     ) -> tuple[DeviceState, jax.Array, Sampled | None]:
         """(new state, tokens int32[rows], what the sampler reports). Returns before the device is
         done. Without a sampler every row is greedy."""
@@ -70,7 +73,7 @@ class Executable:
         )
         sampled = None
         if sampler is not None:
-            last_tokens, sampled = sampler(logits, last_tokens, lanes)
+            last_tokens, sampled = sampler.run(logits, last_tokens, lanes)
             tokens = sampled.tokens
         return DeviceState(tuple(pools), last_tokens), tokens, sampled
 
@@ -97,7 +100,8 @@ def _compile(function: Callable[..., Any], *arguments: Any, donate: tuple[int, .
 
 
 def compile_step(stages: Stages, weights: Weights, state: DeviceState, group: int) -> Executable:
-    """Compile every stage for arguments of these (abstract) shapes, the layers `group` at a time."""
+    """Compile every stage for arguments of these (abstract) shapes, the layers `group` at a
+    time."""
     start = time.perf_counter()
     plan = jax.ShapeDtypeStruct((plan_layout(stages.key).size,), "int32")
     front = _compile(stages.front, weights.decoder, state.last_tokens, plan)
@@ -125,17 +129,55 @@ def compile_step(stages: Stages, weights: Weights, state: DeviceState, group: in
     )
 
 
-def compile_sampler(
-    rows: int, vocab_size: int, last_tokens: jax.ShapeDtypeStruct
-) -> Callable[..., Any]:
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """A compiled sampler: (logits float32[rows, vocab], last_tokens, lanes) -> (last_tokens,
+    sampled)."""
+
+    run: Callable[..., tuple[jax.Array, Sampled]]
+    rows: int
+    temp: int  # bytes
+
+
+def compile_sampler(rows: int, vocab_size: int, last_tokens: Any) -> Sampler:
     """The sampler for this many rows."""
+    logits, lanes = _sampler_input(rows, vocab_size)
+    stage = _compile(sampler, logits, last_tokens, lanes, donate=(1,))
+    return Sampler(stage.run, rows, stage.temp)
+
+
+def widen_sampler(wide: Sampler, rows: int, vocab_size: int) -> Sampler:
+    """A sampler of fewer rows out of a wider one: what is missing is filled with greedy rows that
+    are stored nowhere."""
+    if rows == wide.rows:
+        return wide
+    logits, lanes = _sampler_input(rows, vocab_size)
+    padding = {lane.name: lane.padding for lane in plan_layout(PlanKey("decode", 1, 1, 1)).lanes}
+
+    def widen(logits: jax.Array, lanes: SamplerInput) -> tuple[jax.Array, SamplerInput]:
+        def pad(array: jax.Array, value: float) -> jax.Array:
+            widths = [(0, wide.rows - rows)] + [(0, 0)] * (array.ndim - 1)
+            return jnp.pad(array, widths, constant_values=value)
+
+        return pad(logits, 0), {name: pad(a, padding.get(name, 0)) for name, a in lanes.items()}
+
+    stage = _compile(widen, logits, lanes)
+
+    def run(
+        logits: jax.Array, last_tokens: jax.Array, lanes: SamplerInput
+    ) -> tuple[jax.Array, Sampled]:
+        logits, lanes = stage.run(logits, lanes)
+        return wide.run(logits, last_tokens, lanes)
+
+    return Sampler(run, rows, wide.temp + stage.temp)
+
+
+def _sampler_input(rows: int, vocab_size: int) -> tuple[Any, SamplerInput]:
     lanes = {
         lane.name: jax.ShapeDtypeStruct(lane.shape, lane.dtype)
         for lane in plan_layout(PlanKey("decode", rows, rows, 1)).lanes
     }
-    lanes = sampler_lanes(lanes)
-    logits = jax.ShapeDtypeStruct((rows, vocab_size), "float32")
-    return _compile(sampler, logits, last_tokens, lanes, donate=(1,)).run
+    return jax.ShapeDtypeStruct((rows, vocab_size), "float32"), sampler_lanes(lanes)
 
 
 def _bytes(tree: Any) -> int:

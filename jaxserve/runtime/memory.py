@@ -33,9 +33,7 @@ class MemoryReport:
         if self.total > self.limit:
             raise ConfigError(
                 "num_pages",
-                f"weights {self.weights / MIB:.0f} MiB + KV pool {self.pool / MIB:.0f} MiB + largest "
-                f"temporary {self.temp / MIB:.0f} MiB exceed the {self.limit / MIB:.0f} MiB of this "
-                "device; use fewer pages or a smaller model",
+                f"{self}: it does not fit this device; use fewer pages or a smaller model",
             )
 
     def __str__(self) -> str:

@@ -15,8 +15,6 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxserve.runtime.sampling import Sampled
-from jaxserve.weights.checkpoint import Checkpoint
 
 from jaxserve.config import ConfigError, EngineConfig
 from jaxserve.models.linear import select_linear
@@ -24,9 +22,11 @@ from jaxserve.runtime.compiles import CompileCounter
 from jaxserve.runtime.executables import (
     DeviceState,
     Executable,
+    Sampler,
     compile_sampler,
     compile_step,
     run_jobs,
+    widen_sampler,
 )
 from jaxserve.runtime.memory import (
     Device,
@@ -35,16 +35,18 @@ from jaxserve.runtime.memory import (
     default_pool_bytes,
     memory_limit,
 )
+from jaxserve.runtime.sampling import Sampled
 from jaxserve.runtime.step import Stages
 from jaxserve.runtime.weights import ModelDef, Progress, load_weights
+from jaxserve.weights.checkpoint import Checkpoint
 from pallas_kernels.dispatch import AttentionImpl, PageLayout, select
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
 from scheduler.core import SchedulerConfig, Step
 from scheduler.plan import PlanKey
 from scheduler.stats import Stats
 
-
 LAYERS_PER_CALL_ON_CPU = 1
+FEW_ROWS = 8  # rows of the smaller sampler
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +144,12 @@ class DeviceRunner:
         self.memory = MemoryReport(
             weights=self.model.num_bytes,
             pool=sum(pool.nbytes for pool in self._state.pools),
-            temp=max(executable.memory.temp for executable in self.executables.values()),
+            # with lookahead the arrays of two steps can be alive
+            temp=(1 + config.lookahead)
+            * (
+                max(executable.memory.temp for executable in self.executables.values())
+                + max(sampler.temp for sampler in self._samplers.values())
+            ),
             limit=memory_limit(device),
         )
         self.memory.check()
@@ -153,13 +160,21 @@ class DeviceRunner:
         jobs: dict[PlanKey | int, Callable[[], Any]] = {
             key: partial(self._compile_step, key, state) for key in keys
         }
-        for rows in sorted({key.rows for key in keys}, reverse=True):
-            jobs[rows] = partial(
-                compile_sampler, rows, self.model.config.vocab_size, state.last_tokens
-            )
+        row_counts = {key.rows for key in keys}
+        # a sampler takes long to compile, and costs by the rows that use it: two sizes are enough
+        sizes = {
+            max(row_counts),
+            min(r for r in row_counts if r >= FEW_ROWS or r == max(row_counts)),
+        }
+        vocab_size = self.model.config.vocab_size
+        for size in sizes:
+            jobs[size] = partial(compile_sampler, size, vocab_size, state.last_tokens)
         done = run_jobs(jobs, self.counter, progress)
         self.executables: dict[PlanKey, Executable] = {key: done[key] for key in keys}
-        self._samplers = {rows: done[rows] for rows in jobs if isinstance(rows, int)}
+        self._samplers: dict[int, Sampler] = {
+            rows: widen_sampler(done[min(size for size in sizes if size >= rows)], rows, vocab_size)
+            for rows in row_counts
+        }
 
     def _compile_step(self, key: PlanKey, state: DeviceState) -> Executable:
         stages = Stages(key, self.model, self.attention)
@@ -189,7 +204,7 @@ class DeviceRunner:
         page_bytes = self.layout.page_bytes * shape.num_layers
         num_pages = config.num_pages
         if num_pages is None:
-            temp = 0 if device.platform == "cpu" else self._largest_temp(config, limits(64), device)
+            temp = 0 if device.platform == "cpu" else self._largest_temp(config, limits, device)
             room = default_pool_bytes(device, self.model.num_bytes, temp)
             useful = config.max_num_seqs * limits(1 << 20).max_pages_per_sequence
             num_pages = min(room // page_bytes - 1, useful)
@@ -202,13 +217,16 @@ class DeviceRunner:
         if (num_pages + 1) * page_bytes + self.model.num_bytes > limit:
             raise ConfigError(
                 "num_pages",
-                f"{num_pages} pages of {page_bytes} bytes and {self.model.num_bytes} bytes of weights "
-                f"exceed this device's {limit} bytes",
+                f"{num_pages} pages of {page_bytes} bytes and {self.model.num_bytes} bytes of "
+                f"weights exceed this device's {limit} bytes",
             )
         return limits(num_pages)
 
-    def _largest_temp(self, config: EngineConfig, limits: SchedulerConfig, device: Device) -> int:
-        """Temporary bytes of the largest plan, which do not depend on the pool's size."""
+    def _largest_temp(
+        self, config: EngineConfig, with_pages: Callable[[int], SchedulerConfig], device: Device
+    ) -> int:
+        """Temporary bytes of the largest plan; they do not depend on the pool's size."""
+        limits = with_pages(with_pages(1 << 20).max_pages_per_sequence)
         key = build_grid(config, limits, device.platform).keys()[0]
         pool = jax.ShapeDtypeStruct(self.layout.shape(limits.num_pages + 1), self.dtype)
         state = DeviceState(
@@ -256,7 +274,7 @@ def build_grid(config: EngineConfig, limits: SchedulerConfig, platform: str) -> 
         tokens=BUCKET_STRATEGIES[config.token_buckets],
         pages=BUCKET_STRATEGIES[config.page_buckets],
         max_rows=limits.max_rows,
-        max_tokens=limits.max_num_batched_tokens,
+        max_tokens=limits.max_tokens,
         max_pages=limits.max_pages_per_sequence,
         # one bfloat16 row on XLA:CPU costs ten times as much as two
         min_rows=2 if platform == "cpu" else 1,

@@ -1,8 +1,9 @@
 """The model's step over a plan, as stages that are traced once per PlanKey.
 
-Everything that differs between requests is data in the plan, so that the key alone selects a program.
-Stages: `front` (ids to hidden states, and what attention prepares), `layers` (a group of layers),
-`back` (logits and the greedy token); and, run only if a row wants more than that, `sampler`.
+Everything that differs between requests is data in the plan, so that the key alone selects a
+program. Stages: `front` (ids to hidden states, and what attention prepares), `layers` (a group of
+layers), `back` (logits and the greedy token); and, run only if a row wants more than that,
+`sampler`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from jaxserve.runtime.sampling import Sampled, first_maximum, sample
 from jaxserve.runtime.weights import ModelDef
 from pallas_kernels.dispatch import AttentionImpl, PagedBatch
 from scheduler.plan import PlanKey, plan_layout
-
 
 SamplerInput = Mapping[str, jax.Array]  # lanes of the plan, [rows, ...]
 
@@ -46,8 +46,9 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class Stages:
-    """The stages of one PlanKey. Arrays: plan int32[words], last_tokens int32[slots] (the last token
-    sampled for each slot), hidden [tokens, hidden], pools one a layer, logits float32[rows, vocab]."""
+    """The stages of one PlanKey. Arrays: plan int32[words], last_tokens int32[slots] (the last
+    token sampled for each slot), hidden [tokens, hidden], pools one a layer, logits float32[rows,
+    vocab]."""
 
     key: PlanKey
     model: ModelDef
@@ -110,8 +111,8 @@ class Stages:
         last_tokens: jax.Array,
         plan: jax.Array,
     ) -> tuple[jax.Array, jax.Array, jax.Array, SamplerInput]:
-        """Each row's last token goes through the head: (last_tokens, greedy tokens, logits, the rest
-        that the sampler wants)."""
+        """Each row's last token goes through the head: (last_tokens, greedy tokens, logits, the
+        rest that the sampler wants)."""
         lanes = self._lanes(plan)
         if self.key.kind == "mixed":
             hidden = hidden[jnp.maximum(lanes["query_start"] + lanes["query_len"] - 1, 0)]
@@ -130,7 +131,8 @@ def sampler_lanes(lanes: Mapping[str, Any]) -> dict[str, Any]:
 def sampler(
     logits: jax.Array, last_tokens: jax.Array, lanes: SamplerInput
 ) -> tuple[jax.Array, Sampled]:
-    """Replace the greedy tokens by what each row's parameters ask for. Depends on the rows alone."""
+    """Replace the greedy tokens by what each row's parameters ask for. Depends on the rows
+    alone."""
     sampled = sample(logits, lanes)
     return _store(last_tokens, lanes, sampled.tokens), sampled
 

@@ -13,14 +13,13 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxserve.models.config import ModelConfig
-from jaxserve.weights.checkpoint import Checkpoint
 
+from jaxserve.models.config import ModelConfig
 from jaxserve.models.decoder import Decoder, DecoderLayer
 from jaxserve.models.linear import LinearImpl
+from jaxserve.weights.checkpoint import Checkpoint
 
 Progress = Callable[[str, int, int, str], None]  # phase, done, total, note
 
@@ -36,8 +35,8 @@ class Weights(NamedTuple):
 class Part[Module]:
     """An NNX module without arrays: what to build, and which flat leaf goes where."""
 
-    graph: nnx.GraphDef[Module]
-    treedef: jax.tree_util.PyTreeDef
+    graph: Any  # nnx.GraphDef
+    treedef: Any  # of the module's state
     paths: tuple[str, ...]  # "attention.qkv", in flat order
     shapes: tuple[tuple[int, ...], ...]
 
@@ -55,7 +54,8 @@ class Part[Module]:
 
 @dataclass(frozen=True)
 class ModelDef:
-    """The shape of a model: its Decoder, and the one DecoderLayer that all layers are instances of."""
+    """The shape of a model: its Decoder, and the one DecoderLayer that all layers are instances
+    of."""
 
     config: ModelConfig
     dtype: np.dtype[Any]
