@@ -39,7 +39,8 @@ class LLM:
         **settings: Any,
     ):
         if isinstance(model, EngineConfig):
-            assert not settings, "settings go into the EngineConfig"
+            if settings:
+                raise TypeError(f"with an EngineConfig, {min(settings)} belongs into it")
             config = model
         else:
             config = EngineConfig(model=model, **settings)

@@ -26,10 +26,11 @@ from jax import lax
 from pallas_kernels.interface import PagedBatch
 from pallas_kernels.layout import KEYS, VALUES, PageLayout
 
-# Tokens of cache in one round of the inner loop, made up to whole pages. Less costs more rounds,
-# more wastes reads behind the end of short contexts; K and V of one round should stay in L2.
+# Tokens of cache in one round of the inner loop, made up to whole pages. Smaller costs more rounds,
+# larger reads further behind the end of short contexts.
 CONTEXT_CHUNK = 128
-SINGLE_ROWS = 8
+# Larger blocks run better on several cores, and waste more where rows or chunks do not fill them.
+SINGLE_ROWS = 16
 CHUNK_TOKENS = 64
 
 # Finite, so that a row that has seen nothing yet rescales by exp(0), not by exp(-inf + inf).
@@ -125,7 +126,7 @@ class XlaAttention:
         group = self.num_heads // kv_heads
         length = self.chunk_pages * page_size
         # Reading the cache bounds a single token, so widening on the way costs nothing there, and
-        # float32 products of few rows are the faster ones; with many, bfloat16 halves the work.
+        # float32 products are the faster ones there; in a chunk the products bound, in bfloat16 less.
         compute = jnp.float32 if size == 1 else pool.dtype
         # the scale in two factors, the first a power of two: exact in every dtype
         coarse = 2.0 ** math.floor(math.log2(scale))
