@@ -125,8 +125,8 @@ class XlaAttention:
         page_size, kv_heads = self.layout.page_size, self.layout.num_kv_heads
         group = self.num_heads // kv_heads
         length = self.chunk_pages * page_size
-        # Reading the cache bounds a single token, so widening on the way costs nothing there, and
-        # float32 products are the faster ones there; in a chunk the products bound, in bfloat16 less.
+        # Reading the cache bounds single tokens: widening on the way is free, and float32 products
+        # of few rows are the faster ones. The products bound a chunk: there bfloat16 is faster.
         compute = jnp.float32 if size == 1 else pool.dtype
         # the scale in two factors, the first a power of two: exact in every dtype
         coarse = 2.0 ** math.floor(math.log2(scale))
