@@ -1,15 +1,17 @@
-"""Output tokens per second at concurrency 1, 4, 16 and 64: continuous batching against static batching.
+"""Output tokens per second at concurrency 1, 4, 16 and 64: continuous batching against static
+batching.
 
     uv run python bench/offline.py [--quick]
 
-Both disciplines run on the same engine, the same compiled steps and the same requests, in turn, several
-times; medians are printed. Static batching is what it is elsewhere: a batch is formed from the next c
-requests, prompts are padded to the longest of the batch, every row runs until the longest output is
-complete, and only then does the next batch begin. Tokens that pad are not counted.
+Both disciplines run on the same engine, the same compiled steps and the same requests, in turn,
+several times; medians are printed. Static batching is what it is elsewhere: a batch is formed from
+the next c requests, prompts are padded to the longest of the batch, every row runs until the
+longest output is complete, and only then does the next batch begin. Tokens that pad are not
+counted.
 
-The ideal ratios say what the lengths alone predict: `steps` if a step costs the same whatever its size
-(memory-bound), `tokens` if it costs in proportion to its tokens (compute-bound). What is measured should
-lie between the two.
+The ideal ratios say what the lengths alone predict: `steps` if a step costs the same whatever its
+size (memory-bound), `tokens` if it costs in proportion to its tokens (compute-bound). What is
+measured should lie between the two.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Does the README's main command answer? Starts `jaxserve serve` with the bundled model, streams one
-chat answer, sends SIGTERM, and expects exit code 0. Prints how long each part took.
+"""Does the README's main command answer? Starts `jaxserve serve` with the bundled model, streams
+one chat answer, sends SIGTERM, and expects exit code 0. Prints how long each part took.
 
     uv run python bench/smoke.py
 """

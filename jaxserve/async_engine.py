@@ -33,6 +33,10 @@ Command = Callable[[], None]
 ABORT_TIMEOUT = 10.0  # seconds that a step may take to end when everything is being stopped
 
 
+class LoadingStopped(Exception):
+    """The server was stopped before its model was ready."""
+
+
 class AsyncEngine:
     """Created anywhere; start() inside the event loop that will read the streams."""
 
@@ -48,6 +52,7 @@ class AsyncEngine:
         self._loaded: LoadedModel | None = None
         self._failure: BaseException | None = None
         self._draining = False
+        self._closed = False
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._num_queued = 0  # sequences between submit() and the scheduler
         self._queue_lock = threading.Lock()
@@ -136,6 +141,11 @@ class AsyncEngine:
         self._commands.put(add)
         return mailbox
 
+    @property
+    def memory(self) -> str:
+        """What is held on the device, in words."""
+        return str(self._model.runner.memory)
+
     def stats(self) -> Stats:
         return self._loaded.stats if self._loaded else Stats()
 
@@ -152,8 +162,8 @@ class AsyncEngine:
                 await asyncio.wait_for(self._idle.wait(), ABORT_TIMEOUT)
 
     async def close(self) -> None:
-        """Stop the thread after the step that runs. While it loads it is left to end with the
-        process."""
+        """Stop the thread after the step that runs, or the compile job."""
+        self._closed = True
         self._commands.put(None)
         if self._loaded is not None:
             await asyncio.to_thread(self._thread.join, ABORT_TIMEOUT)
@@ -171,7 +181,7 @@ class AsyncEngine:
 
     def _run(self) -> None:
         try:
-            self._loaded = load_model(self._config, self._progress)
+            self._loaded = load_model(self._config, self._report)
             self._call(self._ready.set)
             self._serve(self._loaded)
         except BaseException as error:
@@ -179,6 +189,11 @@ class AsyncEngine:
             if self._loaded is not None:
                 log.critical("the engine stopped", exc_info=error)
             self._call(self._fail, error)
+
+    def _report(self, phase: str, done: int, total: int, note: str) -> None:
+        if self._closed:
+            raise LoadingStopped
+        self._progress(phase, done, total, note)
 
     def _serve(self, loaded: LoadedModel) -> None:
         engine = loaded.engine

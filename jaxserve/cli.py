@@ -176,6 +176,7 @@ async def _serve_on(sock: socket.socket, engine: EngineConfig, server: ServerCon
 
         def on_ready() -> None:
             loading.close()
+            print(f"memory: {client.memory}", flush=True)
             print(ready_text(client.model_name, url), flush=True)
 
         def on_stop() -> None:

@@ -90,6 +90,10 @@ class EngineConfig:
                     name,
                     f"must be one of {', '.join(BUCKET_STRATEGIES)}, got {getattr(self, name)!r}",
                 )
+        if self.compile_cache is not None and (
+            not isinstance(self.compile_cache, str) or not self.compile_cache
+        ):
+            raise ConfigError("compile_cache", f"must be a directory, got {self.compile_cache!r}")
         _check_boolean(self, "lookahead")
         _check_boolean(self, "strict_compile")
 

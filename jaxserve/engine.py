@@ -206,7 +206,8 @@ class Engine:
         reason = sequence.finish_reason
         stop_reason: str | int | None = live.text.stop_match
         if token in request.stop_ids and reason == "stop":
-            stop_reason = None if token in self.eos_ids else token
+            # the model's own end token is no news; one that the request named is
+            stop_reason = token if token in params.stop_token_ids else None
             if params.include_stop_str_in_output:  # otherwise an end token is not text
                 self._text_ends(sequence, token)
         text, live.new_text = live.new_text, ""

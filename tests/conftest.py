@@ -1,5 +1,5 @@
-"""What several test rooms share: one persistent compile cache a session, so that engines of the same
-shape are compiled once."""
+"""What several test rooms share: one persistent compile cache a session, so that engines of the
+same shape are compiled once."""
 
 from __future__ import annotations
 

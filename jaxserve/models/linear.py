@@ -80,8 +80,8 @@ _FEW_HEAD_ROWS = 32
 
 def _cpu_head(x: jax.Array, embedding: jax.Array) -> jax.Array:
     """Logits that are computed once and laid out by row: without the last barrier XLA:CPU fuses the
-    transposition into each reader, which then strides through the vocabulary (64 rows: 42 ms against
-    9 with the search for the maximum)."""
+    transposition into each reader, which then strides through the vocabulary (64 rows: 42 ms
+    against 9 with the search for the maximum)."""
     if x.shape[0] >= _FEW_HEAD_ROWS:
         return lax.optimization_barrier(_plain(x, embedding, jnp.float32))
     return lax.optimization_barrier(_never_one_row(x, embedding, jnp.float32))

@@ -197,8 +197,11 @@ def run_jobs[Name: Hashable, Result](
     progress("compile", 0, len(jobs), "")
     with ThreadPoolExecutor(COMPILE_THREADS, "compile") as threads:
         futures = {threads.submit(counted, job): name for name, job in jobs.items()}
-        for future in as_completed(futures):
-            name = futures[future]
-            done[name] = future.result()
-            progress("compile", len(done), len(jobs), str(name))
+        try:
+            for future in as_completed(futures):
+                name = futures[future]
+                done[name] = future.result()
+                progress("compile", len(done), len(jobs), str(name))
+        finally:  # after an error nobody waits for the rest
+            threads.shutdown(wait=False, cancel_futures=True)
     return done

@@ -12,6 +12,7 @@ from jaxserve.config import ConfigError
 
 MIB = 1 << 20
 CPU_POOL_BYTES = 512 * MIB  # a default that leaves a laptop usable; --num-pages overrides it
+CGROUP_LIMIT = Path("/sys/fs/cgroup/memory.max")  # what a container may use (cgroup v2)
 DEVICE_SHARE = 0.9  # of an accelerator's memory; the rest is for its libraries and fragmentation
 
 
@@ -52,7 +53,11 @@ def memory_limit(device: Device) -> int:
     stats = device.memory_stats() or {}
     if "bytes_limit" in stats:
         return int(stats["bytes_limit"] * DEVICE_SHARE)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        return min(machine, int(CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError):  # no such file, or "max"
+        return machine
 
 
 def default_pool_bytes(device: Device, weights: int, temp: int) -> int:

@@ -7,7 +7,7 @@ read.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -42,10 +42,13 @@ from jaxserve.weights.checkpoint import Checkpoint
 from pallas_kernels.dispatch import AttentionImpl, PageLayout, select
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
 from scheduler.core import SchedulerConfig, Step
-from scheduler.plan import PlanKey
+from scheduler.plan import Kind, PlanKey
 from scheduler.stats import Stats
 
-LAYERS_PER_CALL_ON_CPU = 1
+# A step of 32 calls keeps the host busy and fills XLA:CPU's queue of 32 (2 rows of SmolLM2: 41 ms
+# with single layers, 37 with six), but each further layer of a program adds to the time to compile
+# it.
+LAYERS_PER_CALL_ON_CPU: dict[Kind, int] = {"decode": 6, "mixed": 3}
 FEW_ROWS = 8  # rows of the smaller sampler
 
 
@@ -133,8 +136,8 @@ class DeviceRunner:
         self.model = ModelDef.build(shape, select_linear(device.platform, self.dtype), self.dtype)
         self.layout = PageLayout(shape.num_kv_heads, config.page_size, shape.head_dim, self.dtype)
         self.attention: AttentionImpl = select(device.platform, self.layout, shape.num_heads)
-        # one program for all layers where compiling takes long and dispatch is cheap beside a layer
-        self._group = LAYERS_PER_CALL_ON_CPU if device.platform == "cpu" else shape.num_layers
+        whole: dict[Kind, int] = {"decode": shape.num_layers, "mixed": shape.num_layers}
+        self._layers_per_call = LAYERS_PER_CALL_ON_CPU if device.platform == "cpu" else whole
         self._weights = load_weights(checkpoint, self.model, progress)
 
         self.scheduler_config = self._size_pool(config, device)
@@ -144,12 +147,7 @@ class DeviceRunner:
         self.memory = MemoryReport(
             weights=self.model.num_bytes,
             pool=sum(pool.nbytes for pool in self._state.pools),
-            # with lookahead the arrays of two steps can be alive
-            temp=(1 + config.lookahead)
-            * (
-                max(executable.memory.temp for executable in self.executables.values())
-                + max(sampler.temp for sampler in self._samplers.values())
-            ),
+            temp=_step_temp(config, self.executables.values(), self._samplers.values()),
             limit=memory_limit(device),
         )
         self.memory.check()
@@ -157,7 +155,7 @@ class DeviceRunner:
     def _compile(self, progress: Progress) -> None:
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self._state)
         keys = self.grid.keys()
-        jobs: dict[PlanKey | int, Callable[[], Any]] = {
+        jobs: dict[PlanKey | str, Callable[[], Any]] = {
             key: partial(self._compile_step, key, state) for key in keys
         }
         row_counts = {key.rows for key in keys}
@@ -168,17 +166,24 @@ class DeviceRunner:
         }
         vocab_size = self.model.config.vocab_size
         for size in sizes:
-            jobs[size] = partial(compile_sampler, size, vocab_size, state.last_tokens)
+            jobs[f"sampler[rows={size}]"] = partial(
+                compile_sampler, size, vocab_size, state.last_tokens
+            )
         done = run_jobs(jobs, self.counter, progress)
         self.executables: dict[PlanKey, Executable] = {key: done[key] for key in keys}
         self._samplers: dict[int, Sampler] = {
-            rows: widen_sampler(done[min(size for size in sizes if size >= rows)], rows, vocab_size)
+            rows: widen_sampler(
+                done[f"sampler[rows={min(size for size in sizes if size >= rows)}]"],
+                rows,
+                vocab_size,
+            )
             for rows in row_counts
         }
 
     def _compile_step(self, key: PlanKey, state: DeviceState) -> Executable:
         stages = Stages(key, self.model, self.attention)
-        return compile_step(stages, self.model.abstract_weights(), state, self._group)
+        group = self._layers_per_call[key.kind]
+        return compile_step(stages, self.model.abstract_weights(), state, group)
 
     def _size_pool(self, config: EngineConfig, device: Device) -> SchedulerConfig:
         """The scheduler's limits, with num_pages from memory when it is not given."""
@@ -233,7 +238,8 @@ class DeviceRunner:
             (pool,) * self.model.config.num_layers,
             jax.ShapeDtypeStruct((limits.max_rows,), jnp.int32),
         )
-        return self._compile_step(key, state).memory.temp
+        sampler = compile_sampler(key.rows, self.model.config.vocab_size, state.last_tokens)
+        return _step_temp(config, [self._compile_step(key, state)], [sampler])
 
     def _allocate(self) -> None:
         pages = self.scheduler_config.num_pages + 1  # page 0 is reserved
@@ -266,6 +272,14 @@ class DeviceRunner:
 
     def close(self) -> None:
         self.counter.close()
+
+
+def _step_temp(
+    config: EngineConfig, executables: Iterable[Executable], samplers: Iterable[Sampler]
+) -> int:
+    """Temporary bytes of the largest step; with lookahead the arrays of two can be alive."""
+    largest = max(executable.memory.temp for executable in executables)
+    return (1 + config.lookahead) * (largest + max(sampler.temp for sampler in samplers))
 
 
 def build_grid(config: EngineConfig, limits: SchedulerConfig, platform: str) -> BucketGrid:

@@ -33,7 +33,9 @@ class EngineCollector(Collector):
         for state, count in pages.items():
             family.add_metric([state], count)
         yield family
-        yield _counter("prompt_tokens", "Prompt tokens of admitted requests.", s.prompt_tokens)
+        yield _counter(
+            "prompt_tokens", "Prompt tokens of queued requests, once per choice.", s.prompt_tokens
+        )
         yield _counter("generation_tokens", "Tokens generated.", s.generation_tokens)
         yield _counters("preemptions", "Sequences preempted.", "mode", s.preemptions)
         yield _counters("compilations", "XLA compilations.", "phase", s.compilations)

@@ -298,7 +298,7 @@ def _message(value: Any, i: int) -> dict[str, Any]:
 
 
 def _content(value: Any, where: str) -> str:
-    """A string, or text parts, which are joined as they are."""
+    """A string, or text parts, which are joined by newlines."""
     where += ".content"
     if isinstance(value, str):
         return value
@@ -316,4 +316,4 @@ def _content(value: Any, where: str) -> str:
             raise InvalidParameter(f"{where}[{i}].text", "is required")
         texts.append(text)
         fields.finish()
-    return "".join(texts)
+    return "\n".join(texts)

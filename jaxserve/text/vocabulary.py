@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 import tokenizers
 
+from jaxserve.weights.errors import ModelError
 
-class TokenizerLoadError(ValueError):
+
+class TokenizerLoadError(ModelError):
     """The files of a tokenizer are missing, broken or of an unsupported kind; says which."""
 
 

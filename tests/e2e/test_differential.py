@@ -1,7 +1,9 @@
-"""The strongest test of the project: 24 mixed requests give, token for token, what each gives alone.
+"""The strongest test of the project: 24 mixed requests give, token for token, what each gives
+alone.
 
-Greedy and seeded in float32, for chunk sizes, token budgets, bucket settings, page sizes, lookahead,
-streaming, and a pool so small that preemption must happen. Everything that is new joins this matrix.
+Greedy and seeded in float32, for chunk sizes, token budgets, bucket settings, page sizes,
+lookahead, streaming, and a pool so small that preemption must happen. Everything that is new joins
+this matrix.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def mixed_cases(vocab_size: int) -> list[Case]:
-    """24 requests: prompts of 1 to 90 tokens, 1 to 40 out, greedy and sampled, with and without stops."""
+    """24 requests: prompts of 1 to 90 tokens, 1 to 40 out, greedy and sampled, with and without
+    stops."""
     rng = np.random.default_rng(7)
     cases: list[Case] = []
     for i in range(24):

@@ -56,9 +56,10 @@ class Served:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             metrics = self.metrics()
-            if not metrics["jaxserve_num_requests_running"] + metrics[
-                "jaxserve_num_requests_waiting"
-            ]:
+            if (
+                not metrics["jaxserve_num_requests_running"]
+                + metrics["jaxserve_num_requests_waiting"]
+            ):
                 return metrics
             time.sleep(0.05)
         raise AssertionError("the server does not become idle")
@@ -196,9 +197,7 @@ def test_too_long_prompts_are_refused_and_others_served(served: Served) -> None:
     assert served.client.completions.create(model="llama", prompt=[7], max_tokens=1).usage
 
 
-def test_sigterm_lets_streams_end_and_refuses_new_ones(
-    tiny_llama: str, compile_cache: str
-) -> None:
+def test_sigterm_lets_streams_end_and_refuses_new_ones(tiny_llama: str, compile_cache: str) -> None:
     """vllm#24885: running streams are whole, new requests get 503, exit code 0."""
     served = start(tiny_llama, compile_cache)
     stream = served.client.completions.create(

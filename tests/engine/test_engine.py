@@ -93,7 +93,8 @@ def make_engine(
 
 
 def add(engine: Engine, name: str, prompt: list[int], **options: object) -> None:
-    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 5} | options)  # type: ignore[arg-type]
+    # type: ignore[arg-type]
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 5} | options)
     for request in engine.requests(name, prompt, params, engine.clock()):
         engine.add(request)
 

@@ -108,9 +108,7 @@ def test_threads_share_the_engine(llm: LLM) -> None:
 
 def test_a_model_without_tokenizer_takes_ids_only(make_llm: Callable[..., LLM]) -> None:
     directory = __file__.rsplit("/", 2)[0] + "/golden/tiny/llama-tied"
-    llm = make_llm(
-        directory, num_pages=16, page_size=8, max_num_seqs=2, max_num_batched_tokens=16
-    )
+    llm = make_llm(directory, num_pages=16, page_size=8, max_num_seqs=2, max_num_batched_tokens=16)
     assert len(llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids) == 6
     with pytest.raises(RequestError, match="without a tokenizer"):
         llm.generate("text", GREEDY)
