@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
@@ -19,6 +20,7 @@ from jaxserve.text.vocabulary import MissingTokenizer
 from jaxserve.weights.checkpoint import Checkpoint, GenerationDefaults
 from jaxserve.weights.open import open_checkpoint
 from scheduler.core import Scheduler
+from scheduler.errors import RequestError
 from scheduler.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -75,7 +77,13 @@ def load_model(config: EngineConfig, progress: Progress = no_progress) -> Loaded
 
 def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
     try:
-        return checkpoint.load_tokenizer()
+        tokenizer = checkpoint.load_tokenizer()
+        if tokenizer.has_chat_template:
+            # the first client must not wait for the template engine to be imported; whether this
+            # template takes such a conversation does not matter
+            with suppress(RequestError):
+                tokenizer.render_chat([{"role": "user", "content": "Hello"}])
+        return tokenizer
     except MissingTokenizer as error:
         log.warning("%s: only prompts of token ids can be served, and answers have no text", error)
         return IdsOnlyTokenizer()
