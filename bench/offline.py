@@ -10,8 +10,9 @@ longest output is complete, and only then does the next batch begin. Tokens that
 counted.
 
 The ideal ratios say what the lengths alone predict: `steps` if a step costs the same whatever its
-size (memory-bound), `tokens` if it costs in proportion to its tokens (compute-bound). What is
-measured should lie between the two.
+size (weights decide), `tokens` if it costs in proportion to its tokens (matrix products decide),
+`reads` if in proportion to the cache that its tokens read (attention decides). What is measured
+should lie among them.
 """
 
 from __future__ import annotations
@@ -82,18 +83,27 @@ def batches(works: list[Work], size: int) -> list[list[Work]]:
     return [works[i : i + size] for i in range(0, len(works), size)]
 
 
-def ideal_ratios(works: list[Work], concurrency: int) -> tuple[float, float]:
-    """Static over continuous: (steps, tokens). Continuous: each freed place is refilled at once."""
-    static_steps = static_tokens = 0
+def cache_reads(prompt_tokens: int, output_tokens: int) -> int:
+    """Tokens of cache that one request's outputs read."""
+    return output_tokens * prompt_tokens + output_tokens * (output_tokens - 1) // 2
+
+
+def ideal_ratios(works: list[Work], concurrency: int) -> tuple[float, float, float]:
+    """Static over continuous: (steps, tokens, cache reads). Continuous: a place that becomes free
+    is taken at once."""
+    static_steps = static_tokens = static_reads = 0
     for batch in batches(works, concurrency):
         longest_output = max(work.output_tokens for work in batch)
+        longest_prompt = max(len(work.prompt) for work in batch)
         static_steps += longest_output
-        static_tokens += len(batch) * (max(len(w.prompt) for w in batch) + longest_output)
+        static_tokens += len(batch) * (longest_prompt + longest_output)
+        static_reads += len(batch) * cache_reads(longest_prompt, longest_output)
     places = [0] * concurrency
     for work in works:
         heapq.heappush(places, heapq.heappop(places) + work.output_tokens)
     tokens = sum(len(work.prompt) + work.output_tokens for work in works)
-    return static_steps / max(places), static_tokens / tokens
+    reads = sum(cache_reads(len(work.prompt), work.output_tokens) for work in works)
+    return static_steps / max(places), static_tokens / tokens, static_reads / reads
 
 
 def main() -> None:
@@ -103,6 +113,9 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument(
+        "--concurrency", type=int, nargs="+", default=list(CONCURRENCIES), metavar="N"
+    )
     parser.add_argument("--quick", action="store_true", help="16 requests, one repeat")
     parser.add_argument("--json", type=Path, help="write the figures here")
     arguments = parser.parse_args()
@@ -114,7 +127,7 @@ def main() -> None:
                 model=arguments.model,
                 dtype=arguments.dtype,
                 page_size=arguments.page_size,
-                max_num_seqs=max(CONCURRENCIES),
+                max_num_seqs=max(arguments.concurrency),
             ),
             report,
         )
@@ -132,11 +145,11 @@ def main() -> None:
     )
     print(
         f"{'concurrency':>11} {'continuous':>11} {'static':>8} {'ratio':>6}   "
-        f"{'ideal: steps':>12} {'tokens':>6}   (output tokens/s)"
+        f"{'ideal: steps':>12} {'tokens':>6} {'reads':>6}   (output tokens/s)"
     )
     rows: list[dict[str, float]] = []
     run_continuous(driver, works[:8], 4)  # first touch of memory and threads
-    for concurrency in CONCURRENCIES:
+    for concurrency in arguments.concurrency:
         seconds: dict[str, list[float]] = {name: [] for name in disciplines}
         for _ in range(repeats):
             for name, run in disciplines.items():
@@ -144,14 +157,23 @@ def main() -> None:
                 run(driver, works, concurrency)
                 seconds[name].append(time.perf_counter() - start)
         rate = {name: output_tokens / statistics.median(s) for name, s in seconds.items()}
-        steps, tokens = ideal_ratios(works, concurrency)
+        steps, tokens, reads = ideal_ratios(works, concurrency)
         ratio = rate["continuous"] / rate["static"]
         print(
             f"{concurrency:>11} {rate['continuous']:>11.1f} {rate['static']:>8.1f} {ratio:>6.2f}   "
-            f"{steps:>12.2f} {tokens:>6.2f}",
+            f"{steps:>12.2f} {tokens:>6.2f} {reads:>6.2f}",
             flush=True,
         )
-        rows.append({"concurrency": concurrency, **rate, "ratio": ratio, "ideal_steps": steps})
+        rows.append(
+            {
+                "concurrency": concurrency,
+                **rate,
+                "ratio": ratio,
+                "ideal_steps": steps,
+                "ideal_tokens": tokens,
+                "ideal_reads": reads,
+            }
+        )
     loaded.engine.scheduler.check_invariants()
     assert loaded.stats.compilations["serving"] == 0
     if arguments.json:
