@@ -271,7 +271,7 @@ def _ctrl_c() -> Iterator[threading.Event]:
 
 def _turn(llm: LLM, history: list[dict[str, str]], text: str, params: SamplingParams) -> None:
     """Ask, print the answer, and keep both; a stopped answer is kept as far as it came."""
-    from scheduler.errors import PromptTooLong
+    from scheduler.errors import PromptExceedsPool, PromptTooLong
 
     history.append({"role": "user", "content": text})
     while True:
@@ -282,7 +282,7 @@ def _turn(llm: LLM, history: list[dict[str, str]], text: str, params: SamplingPa
                     parts.append(part)
                     if pressed.is_set():
                         break
-        except PromptTooLong as error:
+        except (PromptTooLong, PromptExceedsPool) as error:
             del history[:2]  # the oldest question and answer
             if not history:
                 print(f"jaxserve: error: {error.message}", file=sys.stderr)

@@ -19,8 +19,8 @@ from jaxserve.runtime.runner import Handle, Runner, StepResult
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
 from scheduler.core import Progress, Scheduler, Step
-from scheduler.errors import InvalidParameter
-from scheduler.request import MAX_SUPPRESSED, Request, SamplingParams, Sequence
+from scheduler.errors import InvalidParameter, UnsupportedParameter
+from scheduler.request import MAX_SUPPRESSED, Request, SamplingParams, Sequence, Status
 
 log = logging.getLogger(__name__)
 
@@ -93,6 +93,8 @@ class Engine:
             raise InvalidParameter(
                 "stop_token_ids", f"token ids must be between 0 and {self.vocab_size - 1}"
             )
+        if params.stop and not self.tokenizer.has_text:
+            raise UnsupportedParameter("stop", "this model has no tokenizer: use stop_token_ids")
         stop_ids = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             stop_ids |= self.eos_ids
@@ -164,8 +166,22 @@ class Engine:
 
     def _commit(self, step: Step, handle: Handle) -> list[Delta]:
         result = handle.result()
-        done = self.scheduler.commit(step, result, self.clock(), self._text_ends)
-        return [self._delta(progress, result) for progress in done]
+        deltas: list[Delta] = []
+        for progress in self.scheduler.commit(step, result, self.clock(), self._text_ends):
+            try:
+                deltas.append(self._delta(progress, result))
+            except Exception as error:  # the other rows of the step must have theirs
+                deltas.append(self._give_up(progress.sequence, error))
+        return deltas
+
+    def _give_up(self, sequence: Sequence, error: Exception) -> Delta:
+        """End one sequence whose output can't be told."""
+        request_id = sequence.request.request_id
+        log.error("request %s can't be answered", request_id, exc_info=error)
+        if sequence.status is not Status.FINISHED:
+            self.scheduler.finish(sequence, "error")
+        self._live.pop(request_id, None)
+        return Delta(request_id, "", (), finish_reason="error", error=f"no output: {error}")
 
     def _recover(self, error: Exception) -> list[Delta]:
         """A step failed. The device state is rebuilt and every row computed again; if it fails
@@ -188,16 +204,16 @@ class Engine:
 
     # ---- tokens to text ----
 
-    def _text_ends(self, sequence: Sequence, token: int) -> bool:
-        """Turn a token into text, kept for its delta; whether that completes a stop string."""
+    def _text_ends(self, sequence: Sequence, token: int) -> str | None:
+        """Turn a token into text, kept for its delta. "stop" if that completes a stop string."""
         live = self._live[sequence.request.request_id]
         try:
             live.new_text = live.text.push((token,))
         except Exception as error:  # one request's text must not stop the others
             log.error("no text for token %d", token, exc_info=error)
             live.error = f"the text of token {token} could not be made: {error}"
-            return True
-        return live.text.stop_match is not None
+            return "error"
+        return "stop" if live.text.stop_match is not None else None
 
     def _delta(self, progress: Progress, result: StepResult) -> Delta:
         sequence, token = progress.sequence, progress.token
@@ -222,7 +238,7 @@ class Engine:
             text=text,
             token_ids=(token,),
             logprobs=logprobs,
-            finish_reason=reason if live.error is None else "error",
+            finish_reason=reason,
             stop_reason=stop_reason,
             num_prompt_tokens=sequence.num_prompt,
             num_output_tokens=len(sequence.tokens) - sequence.num_prompt,
@@ -254,7 +270,8 @@ class Engine:
         top_ids = result.top_ids[row, :count].tolist()
         top_logprobs = result.top_logprobs[row, :count].tolist()
         for rank, (top, logprob) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
-            found.setdefault(top, (logprob, rank))
+            if top < self.vocab_size:  # a tiny vocabulary has fewer
+                found.setdefault(top, (logprob, rank))
         return {
             t: Logprob(logprob, rank, self.tokenizer.token_text(t), self.tokenizer.token_bytes(t))
             for t, (logprob, rank) in found.items()

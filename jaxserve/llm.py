@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 from collections import deque
@@ -33,7 +34,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | EngineConfig | None = None,
+        model: str | os.PathLike[str] | EngineConfig | None = None,
         *,
         progress: Progress = no_progress,
         **settings: Any,
@@ -43,7 +44,7 @@ class LLM:
                 raise TypeError(f"with an EngineConfig, {min(settings)} belongs into it")
             config = model
         else:
-            config = EngineConfig(model=model, **settings)
+            config = EngineConfig(model=None if model is None else os.fspath(model), **settings)
         self.config = config
         self._loaded = load_model(config, progress)
         self._engine = self._loaded.engine
@@ -71,7 +72,7 @@ class LLM:
         Raises RequestError (a note says which prompt) before anything runs.
         """
         listed = _as_list(prompts)
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         params = params if isinstance(params, list) else [params] * len(listed)
         if len(params) != len(listed):
             raise InvalidParameter(
@@ -101,7 +102,7 @@ class LLM:
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[Delta]:
         """Deltas of one prompt as they are made; closing the iterator aborts the request."""
-        params = sampling_params or SamplingParams()
+        params = SamplingParams() if sampling_params is None else sampling_params
         if params.n != 1:
             raise InvalidParameter("n", f"must be 1 for a stream, got {params.n}")
         run = self._run([(f"llm-{next(self._ids)}", self._encode(prompt), params)])

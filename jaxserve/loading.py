@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import jax
+from jax.experimental.compilation_cache import compilation_cache
 
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
@@ -17,7 +18,7 @@ from jaxserve.runtime.weights import Progress
 from jaxserve.text.ids_only import IdsOnlyTokenizer
 from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.vocabulary import MissingTokenizer
-from jaxserve.weights.checkpoint import Checkpoint, GenerationDefaults
+from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.open import open_checkpoint
 from scheduler.core import Scheduler
 from scheduler.errors import RequestError
@@ -34,7 +35,6 @@ class LoadedModel:
     engine: Engine
     runner: DeviceRunner
     tokenizer: Tokenizer
-    generation: GenerationDefaults
     stats: Stats
 
     @property
@@ -49,11 +49,7 @@ def no_progress(phase: str, done: int, total: int, note: str) -> None:
 def load_model(config: EngineConfig, progress: Progress = no_progress) -> LoadedModel:
     """Open, load and compile. Raises ConfigError, or ModelError for a checkpoint that can't be
     served."""
-    if config.compile_cache is not None:
-        # before the first array; the default threshold of one second would leave small steps out
-        jax.config.update("jax_compilation_cache_dir", config.compile_cache)
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    _use_compile_cache(config.compile_cache)
     progress("load", 0, 1, "opening the checkpoint")
     checkpoint = open_checkpoint(config.model)
     stats = Stats()
@@ -72,7 +68,17 @@ def load_model(config: EngineConfig, progress: Progress = no_progress) -> Loaded
         eos_ids={*checkpoint.generation.eos_token_ids, *tokenizer.eos_ids},
         lookahead=config.lookahead,
     )
-    return LoadedModel(checkpoint.name, engine, runner, tokenizer, checkpoint.generation, stats)
+    return LoadedModel(checkpoint.name, engine, runner, tokenizer, stats)
+
+
+def _use_compile_cache(directory: str | None) -> None:
+    """JAX has one persistent cache a process: that of the engine that is being loaded."""
+    if jax.config.jax_compilation_cache_dir != directory:
+        jax.config.update("jax_compilation_cache_dir", directory)
+        compilation_cache.reset_cache()
+    # the default threshold of one second would leave small steps out
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 def _load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:

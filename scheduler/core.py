@@ -67,8 +67,8 @@ class SchedulerConfig:
         return pages_for(self.max_tokens_per_sequence, self.page_size)
 
 
-# (sequence, its new token) -> whether the text that the token makes ends the sequence
-TextEnds = Callable[[Sequence, int], bool]
+# (sequence, its new token) -> why the text that the token makes ends the sequence, if it does
+TextEnds = Callable[[Sequence, int], str | None]
 
 
 class StepOutput(Protocol):
@@ -131,7 +131,11 @@ class Scheduler:
         if num_prompt_tokens >= config.pool_tokens:
             raise PromptExceedsPool(num_prompt_tokens, config.pool_tokens)
         limit = config.max_waiting
-        if limit is not None and len(self.waiting) + num_requests > limit:
+        if limit is None:
+            return
+        # those that find a free slot do not wait
+        room = limit + (0 if self.waiting else self.slots.num_free)
+        if len(self.waiting) + num_requests > room:
             raise QueueFull(limit, retry_after=1.0)
 
     def max_output(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
@@ -245,11 +249,15 @@ class Scheduler:
             sequence.last_token_at = now
             num_output = len(sequence.tokens) - sequence.num_prompt
             request = sequence.request
-            stopped = token in request.stop_ids and num_output > request.params.min_tokens
-            if stopped or (text_ends is not None and text_ends(sequence, token)):
-                self.finish(sequence, "stop")
-            elif num_output >= request.max_tokens:
-                self.finish(sequence, "length")
+            reason = None
+            if token in request.stop_ids and num_output > request.params.min_tokens:
+                reason = "stop"
+            elif text_ends is not None:
+                reason = text_ends(sequence, token)
+            if reason is None and num_output >= request.max_tokens:
+                reason = "length"
+            if reason is not None:
+                self.finish(sequence, reason)
         stats.generation_tokens += len(progress)
         return progress
 

@@ -39,7 +39,7 @@ from jaxserve.runtime.sampling import Sampled
 from jaxserve.runtime.step import Stages
 from jaxserve.runtime.weights import ModelDef, Progress, load_weights
 from jaxserve.weights.checkpoint import Checkpoint
-from pallas_kernels.dispatch import AttentionImpl, PageLayout, select
+from pallas_kernels.dispatch import AttentionImpl, LayoutError, PageLayout, select
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
 from scheduler.core import SchedulerConfig, Step
 from scheduler.plan import Kind, PlanKey
@@ -134,7 +134,13 @@ class DeviceRunner:
     ) -> None:
         shape = checkpoint.config
         self.model = ModelDef.build(shape, select_linear(device.platform, self.dtype), self.dtype)
-        self.layout = PageLayout(shape.num_kv_heads, config.page_size, shape.head_dim, self.dtype)
+        try:
+            self.layout = PageLayout(
+                shape.num_kv_heads, config.page_size, shape.head_dim, self.dtype
+            )
+            self.layout.shape(1)  # checks that its indices fit
+        except LayoutError as error:
+            raise ConfigError("page_size", str(error)) from error
         self.attention: AttentionImpl = select(device.platform, self.layout, shape.num_heads)
         whole: dict[Kind, int] = {"decode": shape.num_layers, "mixed": shape.num_layers}
         self._layers_per_call = LAYERS_PER_CALL_ON_CPU if device.platform == "cpu" else whole
@@ -231,7 +237,8 @@ class DeviceRunner:
         self, config: EngineConfig, with_pages: Callable[[int], SchedulerConfig], device: Device
     ) -> int:
         """Temporary bytes of the largest plan; they do not depend on the pool's size."""
-        limits = with_pages(with_pages(1 << 20).max_pages_per_sequence)
+        pages = with_pages(1 << 20).max_pages_per_sequence
+        limits = with_pages(max(pages, config.max_num_seqs))
         key = build_grid(config, limits, device.platform).keys()[0]
         pool = jax.ShapeDtypeStruct(self.layout.shape(limits.num_pages + 1), self.dtype)
         state = DeviceState(

@@ -19,8 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-MAX_TOP_LOGPROBS = 20
-GREEDY_BELOW = 1e-4  # a temperature under this chooses the likeliest token
+from scheduler.request import GREEDY_BELOW, MAX_LOGPROBS
 
 _LANES = 128  # a row of logits is also seen as [blocks, _LANES]
 _RANKED = 64  # filters that keep at most this many tokens need no search over the vocabulary
@@ -139,7 +138,7 @@ def _report_row(logits: jax.Array, token: jax.Array, num_logprobs: jax.Array) ->
     def report(logits: jax.Array, token: jax.Array) -> tuple[Any, ...]:
         maximum = jnp.max(logits)
         normalizer = jnp.log(_total(jnp.exp(_blocks(logits) - maximum)))
-        top, ids = _ranking(logits, MAX_TOP_LOGPROBS)
+        top, ids = _ranking(logits, MAX_LOGPROBS)
         chosen = logits[token]
         rank = 1 + jnp.sum(logits > chosen, dtype=jnp.int32)
         # One formula for both: clients compare the token's logprob with the largest for equality.
@@ -151,7 +150,7 @@ def _report_row(logits: jax.Array, token: jax.Array, num_logprobs: jax.Array) ->
 
 
 def _no_report(token: jax.Array) -> tuple[Any, ...]:
-    top = jnp.zeros(MAX_TOP_LOGPROBS, jnp.float32)
+    top = jnp.zeros(MAX_LOGPROBS, jnp.float32)
     return jnp.zeros((), jnp.float32), jnp.zeros_like(token), top.astype(jnp.int32), top
 
 

@@ -166,7 +166,8 @@ async def detokenize(request: web.Request) -> web.Response:
     body = await _read(request, front)
     model, token_ids = parse_detokenize(body, front.client.vocab_size)
     front.require_model(model)
-    return web.json_response({"prompt": front.client.decode(token_ids)})
+    text = await _off_loop(lambda: front.client.decode(token_ids), len(token_ids))
+    return web.json_response({"prompt": text})
 
 
 async def _read(request: web.Request, front: Front) -> dict[str, Any]:
@@ -181,9 +182,9 @@ async def _read(request: web.Request, front: Front) -> dict[str, Any]:
     return parse_object(await request.read())
 
 
-async def _off_loop[T](encode: Callable[[], list[T]], chars: int) -> list[T]:
-    """Encode here if that is quick, else on a worker thread."""
-    return encode() if chars <= INLINE_CHARS else await asyncio.to_thread(encode)
+async def _off_loop[T](work: Callable[[], T], chars: int) -> T:
+    """Do it here if that is quick, else on a worker thread."""
+    return work() if chars <= INLINE_CHARS else await asyncio.to_thread(work)
 
 
 async def _prompt_ids(client: EngineClient, prompts: list[Prompt]) -> list[list[int]]:
@@ -197,7 +198,8 @@ async def _prompt_ids(client: EngineClient, prompts: list[Prompt]) -> list[list[
 
 
 async def _chat_ids(client: EngineClient, messages: list[dict[str, Any]]) -> list[int]:
-    chars = sum(len(message["content"]) for message in messages)
+    # what is around a short message costs as much as the message
+    chars = sum(len(message["content"]) + 32 for message in messages)
     ids = await _off_loop(lambda: client.render_chat(messages), chars)
     if not ids:
         raise InvalidParameter("messages", "must not be empty: they have no tokens")

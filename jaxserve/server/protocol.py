@@ -13,7 +13,7 @@ from jaxserve.server.fields import Fields, short
 from scheduler.errors import InvalidParameter, UnsupportedParameter
 from scheduler.request import MAX_LOGPROBS, SamplingParams
 
-MAX_PROMPTS = 2048  # prompts in one completion request
+MAX_PROMPTS = 2048  # prompts in one completion request, and choices of all of them
 MAX_TEMPERATURE = 2.0
 DEFAULT_MAX_TOKENS = 16  # completions only; a chat answer may fill the context
 
@@ -115,6 +115,11 @@ def parse_completion(body: dict[str, Any], vocab_size: int) -> CompletionRequest
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     _best_of(fields, body.get("n"))
     common = _common(fields, _NEUTRAL_COMPLETION, logprobs, DEFAULT_MAX_TOKENS)
+    choices = len(prompts) * common.params.n
+    if choices > MAX_PROMPTS:
+        raise InvalidParameter(
+            "n", f"at most {MAX_PROMPTS} choices of all prompts are allowed, got {choices}"
+        )
     return CompletionRequest(common, prompts)
 
 

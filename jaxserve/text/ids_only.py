@@ -15,6 +15,8 @@ from scheduler.errors import RequestError
 class IdsOnlyTokenizer(Tokenizer):
     """Every token decodes to nothing; a text is refused with RequestError (code "no_tokenizer")."""
 
+    has_text = False
+
     def __init__(self) -> None:
         encoder = tokenizers.Tokenizer(tokenizers.models.BPE())
         super().__init__(Vocabulary(encoder, lambda token: b"", {}, frozenset(), None, ()))

@@ -47,8 +47,10 @@ class Tokenizer:
     """vocab_size: ids are 0..vocab_size-1 (a model may have more rows: padding of its embedding).
     bos_id: None when there is none. eos_ids: every id that ends a text, the main one first.
     special_ids: control tokens, which decoding skips by default. strips_leading_space: decoding
-    drops a space before the first word (SentencePiece).
+    drops a space before the first word (SentencePiece). has_text: ids can be made into text.
     """
+
+    has_text = True
 
     def __init__(self, vocabulary: Vocabulary):
         self._vocabulary = vocabulary

@@ -11,7 +11,6 @@ import numpy as np
 
 from jaxserve.models.config import ModelConfig
 from jaxserve.weights.errors import CorruptCheckpoint, UnsupportedModel
-from jaxserve.weights.fields import Fields
 from jaxserve.weights.names import Shape, is_derived, tensor_shapes
 
 if TYPE_CHECKING:
@@ -24,29 +23,11 @@ class GenerationDefaults:
 
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
 
     @classmethod
-    def read(
-        cls,
-        fields: Fields,
-        eos_token_ids: Iterable[int],
-        bos_token_ids: Iterable[int],
-        temperature_key: str = "temperature",
-        top_k_key: str = "top_k",
-        top_p_key: str = "top_p",
-    ) -> GenerationDefaults:
-        """The end tokens given, each once; the first begin token; sampling from the fields."""
-        top_k = fields.optional_number(top_k_key)
-        return cls(
-            eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
-            bos_token_id=next(iter(bos_token_ids), None),
-            temperature=fields.optional_number(temperature_key),
-            top_k=None if top_k is None else int(top_k),
-            top_p=fields.optional_number(top_p_key),
-        )
+    def read(cls, eos_token_ids: Iterable[int], bos_token_ids: Iterable[int]) -> GenerationDefaults:
+        """The end tokens given, each once; the first begin token."""
+        return cls(tuple(dict.fromkeys(eos_token_ids)), next(iter(bos_token_ids), None))
 
 
 @dataclass(frozen=True, slots=True)

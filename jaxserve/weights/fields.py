@@ -61,13 +61,6 @@ class Fields:
             raise self.corrupt(key, "is not a list")
         return value
 
-    def optional_number(self, key: str) -> float | None:
-        """A number that may be zero, or nothing."""
-        value = self.get(key)
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
-            raise self.corrupt(key, "is not a number")
-        return value
-
     def token_ids(self, key: str) -> list[int]:
         """One token id, a list of them, or nothing."""
         value = self.get(key)

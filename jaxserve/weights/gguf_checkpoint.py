@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from jaxserve.text.tokenizer import Tokenizer
 
 _ROPE_FACTORS = "rope_freqs.weight"
-_SAMPLING_KEYS = tuple(f"general.sampling.{name}" for name in ("temp", "top_k", "top_p"))
 _END_KEYS = tuple(f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom"))
 
 
@@ -79,4 +78,4 @@ def _to_half_split(rows: np.ndarray, num_heads: int) -> np.ndarray:
 def _generation(fields: Fields) -> GenerationDefaults:
     ends = [token for key in _END_KEYS for token in fields.token_ids(key)]
     begins = fields.token_ids("tokenizer.ggml.bos_token_id")
-    return GenerationDefaults.read(fields, ends, begins, *_SAMPLING_KEYS)
+    return GenerationDefaults.read(ends, begins)

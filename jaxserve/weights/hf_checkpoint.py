@@ -146,7 +146,7 @@ def _generation(directory: Path, config: Mapping[str, Any]) -> GenerationDefault
         *_tokenizer_end(directory),
     ]
     begins = [*own.token_ids("bos_token_id"), *model.token_ids("bos_token_id")]
-    return GenerationDefaults.read(own, ends, begins)
+    return GenerationDefaults.read(ends, begins)
 
 
 def _tokenizer_end(directory: Path) -> list[int]:

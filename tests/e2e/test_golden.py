@@ -107,6 +107,22 @@ def test_tiny_model_of_each_family(make_llm: Callable[..., LLM], name: str) -> N
     check(make_llm(str(directory), **SMALL), read(directory / "golden.json"), 1e-3)
 
 
+def test_bfloat16_is_close(make_llm: Callable[..., LLM], tiny_llama: str) -> None:
+    """The default dtype where the CPU has it: 8 bits of mantissa, so about 0.05 in a logprob."""
+    golden = read(Path(tiny_llama) / "golden.json")
+    llm = make_llm(tiny_llama, **SMALL | {"dtype": "bfloat16"})
+    prompts = golden["prompts"]
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, logprobs=5)
+    for prompt, output in zip(
+        prompts, llm.generate([p["prompt_token_ids"] for p in prompts], params), strict=True
+    ):
+        made = output.outputs[0]
+        assert made.token_ids == prompt["token_ids"][:1]
+        assert made.logprobs is not None
+        chosen = made.logprobs[0][made.token_ids[0]].logprob
+        assert chosen == pytest.approx(prompt["logprobs"][0], abs=0.1)
+
+
 @pytest.mark.parametrize("name", TINY_GGUF)
 def test_tiny_gguf_of_each_type(make_llm: Callable[..., LLM], name: str) -> None:
     path = GOLDEN / "tiny_gguf" / f"{name}.gguf"

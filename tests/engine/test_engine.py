@@ -33,6 +33,8 @@ class LetterTokenizer(IdsOnlyTokenizer):
         super().__init__()
         self.vocab_size = 26
 
+    has_text = True
+
     def token_bytes(self, token_id: int) -> bytes:
         return LETTERS[token_id].encode()
 
@@ -217,6 +219,17 @@ def test_a_text_that_fails_ends_only_its_request(monkeypatch: pytest.MonkeyPatch
     assert text(made["good-0"]) == "bcdefg"
 
 
+def test_a_report_that_fails_ends_only_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+    add(engine, "bad", [0], max_tokens=6, logprobs=1)  # the fake device reports none
+    add(engine, "good", [0], max_tokens=6)
+    made = run(engine)
+    assert made["bad-0"][-1].finish_reason == "error"
+    assert len(made["bad-0"]) == 1
+    assert text(made["good-0"]) == "bcdefg"
+    assert engine.scheduler.stats.finished["error"] == 1
+
+
 def test_abort_in_each_state_frees_everything() -> None:
     engine = make_engine()
     for i in range(6):  # four run, two wait
@@ -266,12 +279,17 @@ def test_bad_requests_name_the_limit_and_change_nothing(
 
 def test_n_choices_are_taken_all_or_none() -> None:
     """vllm PR#53936: a request may not be admitted in part."""
-    engine = make_engine(max_waiting=6)
+    engine = make_engine(max_waiting=2)  # and four find a slot at once
+    with pytest.raises(QueueFull):
+        add(engine, "zeroth", [0], n=7)
     add(engine, "first", [0], n=4)
     with pytest.raises(QueueFull):
         add(engine, "second", [0], n=3)
     assert len(engine.scheduler.waiting) == 4
+    engine.step()
     add(engine, "third", [0], n=2)
+    with pytest.raises(QueueFull):
+        add(engine, "fourth", [0])
 
 
 def test_seeds_make_choices_differ_and_repeat() -> None:

@@ -112,6 +112,8 @@ def test_a_model_without_tokenizer_takes_ids_only(make_llm: Callable[..., LLM]) 
     assert len(llm.generate([[5, 6]], GREEDY)[0].outputs[0].token_ids) == 6
     with pytest.raises(RequestError, match="without a tokenizer"):
         llm.generate("text", GREEDY)
+    with pytest.raises(RequestError, match="stop: this model has no tokenizer"):
+        llm.generate([[5]], SamplingParams(stop=["x"]))
 
 
 def test_a_whole_config_takes_no_further_settings(tiny_llama: str) -> None:

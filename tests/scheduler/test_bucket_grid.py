@@ -58,9 +58,9 @@ def test_keys_add_instead_of_multiplying() -> None:
     keys = grid(rows=6, tokens=40, pages=3).keys()
     assert set(keys) == {
         *(PlanKey("decode", r, r, p) for r in (1, 2, 4, 6) for p in (1, 2, 3)),
-        *(PlanKey("mixed", t, 6, p) for t in (16, 32, 40) for p in (1, 2, 3)),
+        *(PlanKey("mixed", t, 6, p) for t in (32, 40) for p in (1, 2, 3)),
     }
-    assert len(keys) == 4 * 3 + 3 * 3
+    assert len(keys) == 4 * 3 + 2 * 3
     assert keys[0] == PlanKey("mixed", 40, 6, 3)
     assert keys[1] == PlanKey("decode", 6, 6, 3)
 
@@ -81,7 +81,7 @@ def test_least_rows() -> None:
 
 
 def test_a_mixed_plan_has_no_more_rows_than_tokens() -> None:
-    assert grid(rows=64, tokens=256, pages=1).mixed_key(3, 1) == PlanKey("mixed", 16, 16, 1)
+    assert grid(rows=64, tokens=256, pages=1).mixed_key(3, 1) == PlanKey("mixed", 32, 32, 1)
     assert grid(rows=64, tokens=256, pages=1).mixed_key(100, 1) == PlanKey("mixed", 128, 64, 1)
 
 

@@ -76,7 +76,7 @@ UNSUPPORTED: list[tuple[str, Any, str]] = [
     ("presence_penalty", 0.5, "only 0 is supported"),
     ("frequency_penalty", -1, "only 0 is supported"),
     ("repetition_penalty", 1.1, "only 1 is supported"),
-    ("repetition_penalty", math.nan, "only 1 is supported"),
+    ("repetition_penalty", 1.5, "only 1 is supported"),
     ("logit_bias", {5: 100.0}, "is not supported"),
     ("prompt_logprobs", 0, "is not supported"),
 ]

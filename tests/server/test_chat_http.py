@@ -131,7 +131,7 @@ async def test_messages_as_templates_read_them(start):
     )
     assert running.engine.messages == [
         {"role": "system", "content": "rules"},
-        {"role": "user", "name": "eve", "content": "ab"},
+        {"role": "user", "name": "eve", "content": "a\nb"},
         {"role": "assistant", "content": "w0.0 "},
         {"role": "user", "content": ""},
     ]

@@ -133,7 +133,7 @@ def test_names_of_end_tokens_make_them_special(golden):
     [
         ({"tokenizer.ggml.pre": "kimi-k2"}, "tokenizer.ggml.pre 'kimi-k2' is not supported"),
         ({"tokenizer.ggml.model": "bert"}, "tokenizer.ggml.model 'bert' is not supported"),
-        ({"tokenizer.ggml.model": None}, "tokenizer.ggml.model None"),
+        ({"tokenizer.ggml.model": None}, "no tokenizer.ggml.model"),
         ({"tokenizer.ggml.tokens": None}, "no tokenizer.ggml.tokens"),
         ({"tokenizer.ggml.merges": None}, "no tokenizer.ggml.merges"),
         ({"tokenizer.ggml.merges": ["a zzzz"]}, "tokenizer.ggml.merges: "),

@@ -157,18 +157,14 @@ def test_llama3_scaling_arrives_as_a_tensor(
     assert {name for name, _ in checkpoint.tensors()} == tensors.keys()
 
 
-def test_end_tokens_and_sampling_of_the_metadata(
-    tmp_path: Path, configs, make_tensors, write_gguf
-) -> None:
+def test_end_tokens_of_the_metadata(tmp_path: Path, configs, make_tensors, write_gguf) -> None:
     def edit(writer: GGUFWriter) -> None:
         writer.add_eot_token_id(7)
         writer.add_uint32("tokenizer.ggml.eom_token_id", 2)
-        writer.add_float32("general.sampling.temp", 0.5)
-        writer.add_int32("general.sampling.top_k", 20)
 
     raw = configs["qwen3"]
     path = write_gguf(tmp_path / "tiny.gguf", raw, make_tensors(raw), edit=edit)
-    expected = GenerationDefaults((2, 7), bos_token_id=1, temperature=0.5, top_k=20)
+    expected = GenerationDefaults((2, 7), bos_token_id=1)
     assert open_checkpoint(str(path)).generation == expected
 
 
