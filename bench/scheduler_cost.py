@@ -18,7 +18,8 @@ from itertools import count
 import numpy as np
 
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
-from scheduler.core import Scheduler, SchedulerConfig, Step
+from scheduler.config import SchedulerConfig
+from scheduler.core import Scheduler, Step
 from scheduler.pages import pages_for
 from scheduler.request import Request, SamplingParams
 

@@ -20,6 +20,7 @@ from typing import Protocol
 import numpy as np
 
 from scheduler.buckets import BucketGrid
+from scheduler.config import SchedulerConfig
 from scheduler.errors import PromptExceedsPool, PromptTooLong, QueueFull
 from scheduler.invariants import check_invariants
 from scheduler.pages import PagePool, pages_for
@@ -28,44 +29,6 @@ from scheduler.policy import Fcfs, QueuePolicy, WaitingQueue
 from scheduler.request import MAX_SUPPRESSED, Request, Sequence, Status
 from scheduler.slots import SlotTable
 from scheduler.stats import Stats
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerConfig:
-    """num_pages and page_size describe the KV pool, in pages and tokens a page. max_chunk_tokens
-    caps what one prompt may take of a step's max_num_batched_tokens."""
-
-    num_pages: int
-    page_size: int
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    max_chunk_tokens: int | None = None
-    max_waiting: int | None = None
-
-    @property
-    def pool_tokens(self) -> int:
-        return self.num_pages * self.page_size
-
-    @property
-    def max_rows(self) -> int:
-        """Rows of one step: each holds a page, and all must be able to decode in one step."""
-        return min(self.max_num_seqs, self.max_num_batched_tokens, self.num_pages)
-
-    @property
-    def max_tokens(self) -> int:
-        """Tokens of one step that can really come together."""
-        most = self.max_rows * (self.max_chunk_tokens or self.max_num_batched_tokens)
-        return min(self.max_num_batched_tokens, most)
-
-    @property
-    def max_tokens_per_sequence(self) -> int:
-        return min(self.max_model_len, self.pool_tokens)
-
-    @property
-    def max_pages_per_sequence(self) -> int:
-        return pages_for(self.max_tokens_per_sequence, self.page_size)
-
 
 # (sequence, its new token) -> why the text that the token makes ends the sequence, if it does
 TextEnds = Callable[[Sequence, int], str | None]

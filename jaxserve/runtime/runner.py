@@ -41,7 +41,8 @@ from jaxserve.runtime.weights import ModelDef, Progress, load_weights
 from jaxserve.weights.checkpoint import Checkpoint
 from pallas_kernels.dispatch import AttentionImpl, LayoutError, PageLayout, select
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
-from scheduler.core import SchedulerConfig, Step
+from scheduler.config import SchedulerConfig
+from scheduler.core import Step
 from scheduler.plan import Kind, PlanKey
 from scheduler.stats import Stats
 

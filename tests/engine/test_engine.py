@@ -12,7 +12,8 @@ from jaxserve.outputs import Delta
 from jaxserve.runtime.runner import StepResult
 from jaxserve.text.ids_only import IdsOnlyTokenizer
 from scheduler.buckets import BucketGrid, Pow2, Single
-from scheduler.core import Scheduler, SchedulerConfig, Step
+from scheduler.config import SchedulerConfig
+from scheduler.core import Scheduler, Step
 from scheduler.errors import (
     InvalidParameter,
     PromptExceedsPool,

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
-from scheduler.core import Progress, Scheduler, SchedulerConfig, Step
+from scheduler.config import SchedulerConfig
+from scheduler.core import Progress, Scheduler, Step
 from scheduler.plan import plan_layout
 from scheduler.policy import QueuePolicy
 from scheduler.request import Request, SamplingParams

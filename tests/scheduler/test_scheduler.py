@@ -57,17 +57,19 @@ def test_max_tokens_is_clamped_to_the_context(make_scheduler: MakeScheduler) -> 
 def test_a_full_queue_takes_all_choices_or_none(
     make_scheduler: MakeScheduler, make_request: MakeRequest
 ) -> None:
-    scheduler = make_scheduler(max_waiting=4)
-    scheduler.check(1, num_requests=4)
+    scheduler = make_scheduler(max_waiting=4, max_num_seqs=1)
+    scheduler.check(1, num_requests=5)  # one of them would start at once
     with pytest.raises(QueueFull, match="4 requests"):
-        scheduler.check(1, num_requests=5)
+        scheduler.check(1, num_requests=6)
     for number in range(3):
         scheduler.add(make_request(number, 2))
     scheduler.check(1)
     with pytest.raises(QueueFull):
         scheduler.check(1, num_requests=2)
     scheduler.advance()
-    scheduler.check(1, num_requests=4)
+    scheduler.check(1, num_requests=2)
+    with pytest.raises(QueueFull):
+        scheduler.check(1, num_requests=3)
 
 
 def test_add_trusts_nobody(make_scheduler: MakeScheduler, make_request: MakeRequest) -> None:

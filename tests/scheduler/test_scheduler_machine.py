@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
-from scheduler.core import Scheduler, SchedulerConfig, Step
+from scheduler.config import SchedulerConfig
+from scheduler.core import Scheduler, Step
 from scheduler.errors import PromptExceedsPool, PromptTooLong, QueueFull
 from scheduler.pages import pages_for
 from scheduler.plan import DROPPED, plan_layout
