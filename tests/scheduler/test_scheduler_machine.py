@@ -241,7 +241,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         elif length >= config.num_pages * config.page_size:
             refusal = PromptExceedsPool
         elif config.max_waiting is not None and (
-            len(scheduler.waiting) + copies > config.max_waiting
+            len(scheduler.waiting) + copies
+            > config.max_waiting + (0 if len(scheduler.waiting) else scheduler.slots.num_free)
         ):
             refusal = QueueFull
         if refusal is not None:
