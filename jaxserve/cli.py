@@ -220,6 +220,10 @@ def _load(args: argparse.Namespace) -> LLM:
 
 
 def _generate(args: argparse.Namespace) -> int:
+    from scheduler.errors import InvalidParameter
+
+    if not args.prompt:
+        raise InvalidParameter("PROMPT", "must not be empty")
     params = _params(args)
     llm = _load(args)
     for _ in _echo(llm.stream(args.prompt, params)):

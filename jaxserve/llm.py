@@ -74,6 +74,8 @@ class LLM:
         listed = _as_list(prompts)
         params = SamplingParams() if sampling_params is None else sampling_params
         params = params if isinstance(params, list) else [params] * len(listed)
+        for each in params:
+            _check_params(each)
         if len(params) != len(listed):
             raise InvalidParameter(
                 "sampling_params", f"{len(params)} for {len(listed)} prompts; give one, or one each"
@@ -103,9 +105,13 @@ class LLM:
     ) -> Iterator[Delta]:
         """Deltas of one prompt as they are made; closing the iterator aborts the request."""
         params = SamplingParams() if sampling_params is None else sampling_params
+        _check_params(params)
         if params.n != 1:
             raise InvalidParameter("n", f"must be 1 for a stream, got {params.n}")
-        run = self._run([(f"llm-{next(self._ids)}", self._encode(prompt), params)])
+        listed = _as_list(prompt)
+        if len(listed) != 1:
+            raise InvalidParameter("prompt", f"must be one prompt for a stream, got {len(listed)}")
+        run = self._run([(f"llm-{next(self._ids)}", self._encode(listed[0]), params)])
         return (delta for _, _, delta in run)
 
     def chat(
@@ -189,6 +195,11 @@ def _as_list(prompts: Any) -> list[Prompt]:
         if not isinstance(prompt, str) and not ids:
             raise InvalidParameter("prompt", f"must be a text or token ids, got {prompt!r}")
     return [p if isinstance(p, str) else [int(i) for i in p] for p in prompts]
+
+
+def _check_params(params: Any) -> None:
+    if not isinstance(params, SamplingParams):
+        raise InvalidParameter("sampling_params", f"must be SamplingParams, got {params!r}")
 
 
 def _is_id(value: Any) -> bool:

@@ -81,6 +81,8 @@ def ready_text(model: str, url: str) -> str:
     body = {
         "model": model,
         "stream": True,
+        "max_tokens": 100,
+        "temperature": 0.2,
         "messages": [{"role": "user", "content": "Why is the sky blue?"}],
     }
     return f"""
@@ -92,7 +94,7 @@ def ready_text(model: str, url: str) -> str:
   from openai import OpenAI
   client = OpenAI(base_url="{url}/v1", api_key="none")
   for chunk in client.chat.completions.create(
-      model={json.dumps(model)}, stream=True,
+      model={json.dumps(model)}, stream=True, max_tokens=100, temperature=0.2,
       messages=[{{"role": "user", "content": "Why is the sky blue?"}}],
   ):
       print(chunk.choices[0].delta.content or "", end="", flush=True)

@@ -178,15 +178,16 @@ def _common(
         fields.text(name)
     fields.object("metadata")
     fields.finish()
+    temperature = given["temperature"]
+    if isinstance(temperature, int | float) and not 0 <= temperature <= MAX_TEMPERATURE:
+        raise InvalidParameter(
+            "temperature", f"must be between 0 and {MAX_TEMPERATURE:g}, got {short(temperature)}"
+        )
     params = SamplingParams(
         max_tokens=max_tokens,
         logprobs=logprobs,
         **{name: value for name, value in given.items() if value is not None},
     )
-    if params.temperature > MAX_TEMPERATURE:
-        raise InvalidParameter(
-            "temperature", f"must be between 0 and {MAX_TEMPERATURE:g}, got {params.temperature:g}"
-        )
     return Common(model, params, stream, include_usage, continuous_usage, request_id)
 
 

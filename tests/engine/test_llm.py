@@ -73,6 +73,14 @@ def test_prompts_that_are_none(llm: LLM, prompt: Any) -> None:
         llm.generate(prompt, GREEDY)
 
 
+def test_streams_take_one_prompt_and_one_set_of_parameters(llm: LLM) -> None:
+    with pytest.raises(InvalidParameter, match="must be one prompt for a stream, got 2"):
+        llm.stream(["a", "b"], GREEDY)  # type: ignore[arg-type]
+    for call in (llm.stream, llm.generate):
+        with pytest.raises(InvalidParameter, match="sampling_params: must be SamplingParams"):
+            call("a", {"temperature": 0})  # type: ignore[operator]
+
+
 def test_a_bad_prompt_in_a_list_runs_none_and_is_named(llm: LLM) -> None:
     steps = llm.stats.steps
     with pytest.raises(PromptTooLong) as caught:
