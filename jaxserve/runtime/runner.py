@@ -167,23 +167,16 @@ class DeviceRunner:
         }
         row_counts = {key.rows for key in keys}
         # a sampler takes long to compile, and costs by the rows that use it: two sizes are enough
-        sizes = {
-            max(row_counts),
-            min(r for r in row_counts if r >= FEW_ROWS or r == max(row_counts)),
-        }
+        widest = max(row_counts)
+        few = min((rows for rows in row_counts if rows >= FEW_ROWS), default=widest)
         vocab_size = self.model.config.vocab_size
-        for size in sizes:
-            jobs[f"sampler[rows={size}]"] = partial(
-                compile_sampler, size, vocab_size, state.last_tokens
-            )
+        names = {size: f"sampler[rows={size}]" for size in (few, widest)}
+        for size, name in names.items():
+            jobs[name] = partial(compile_sampler, size, vocab_size, state.last_tokens)
         done = run_jobs(jobs, self.counter, progress)
         self.executables: dict[PlanKey, Executable] = {key: done[key] for key in keys}
         self._samplers: dict[int, Sampler] = {
-            rows: widen_sampler(
-                done[f"sampler[rows={min(size for size in sizes if size >= rows)}]"],
-                rows,
-                vocab_size,
-            )
+            rows: widen_sampler(done[names[few if rows <= few else widest]], rows, vocab_size)
             for rows in row_counts
         }
 
