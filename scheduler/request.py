@@ -16,6 +16,8 @@ MAX_SUPPRESSED = 8  # ids that a row can suppress while min_tokens is not reache
 MAX_STOP_STRINGS = 16
 GREEDY_BELOW = 1e-4  # a temperature below this takes the likeliest token
 MAX_N = 128
+MAX_NAME = 256  # characters of a tenant, profile or cache salt
+MAX_TIMEOUT = 1e6  # seconds
 
 
 def _integer(name: str, value: Any, low: int, high: int | None = None) -> None:
@@ -133,6 +135,38 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestOptions:
+    """How a request is treated among others; none of it changes its tokens.
+
+    priority: lower values are more important (under the priority policy). tenant: who is charged
+    under the fair policy. profile: a class of requests with similar lengths; the tenant where it is
+    empty. timeout: seconds from arrival until the request ends with what it has. cache_salt:
+    only requests with the same salt share cached prefixes.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    profile: str = ""
+    timeout: float | None = None
+    cache_salt: str = ""
+
+    def __post_init__(self) -> None:
+        _integer("priority", self.priority, -(2**31), 2**31 - 1)
+        for name in ("tenant", "profile", "cache_salt"):
+            value = getattr(self, name)
+            if not isinstance(value, str):
+                raise InvalidParameter(name, f"must be a string, got {value!r}")
+            if len(value) > MAX_NAME:
+                raise InvalidParameter(
+                    name, f"must have at most {MAX_NAME} characters, got {len(value)}"
+                )
+        if self.timeout is not None:
+            _number("timeout", self.timeout, 0.0, MAX_TIMEOUT)
+            if self.timeout == 0:
+                raise InvalidParameter("timeout", "must be greater than 0, got 0")
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One choice of one client request, resolved against a model: token ids, limits, stop ids.
 
@@ -147,6 +181,13 @@ class Request:
     arrival: float  # seconds, the engine's clock
     stop_ids: frozenset[int] = frozenset()  # eos ids (unless ignored) and the request's own
     key: tuple[int, int] = (0, 0)  # uint32, uint32
+    options: RequestOptions = RequestOptions()
+
+    @property
+    def deadline(self) -> float | None:
+        """Seconds on the engine's clock."""
+        timeout = self.options.timeout
+        return None if timeout is None else self.arrival + timeout
 
 
 class Status(Enum):

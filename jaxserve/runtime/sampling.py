@@ -175,10 +175,12 @@ def _draw(logits: jax.Array, greedy: jax.Array, lanes: SamplingLanes) -> jax.Arr
     return _over_rows(_draw_row, (logits, greedy, lanes))
 
 
-def _uniforms(key: jax.Array, position: jax.Array) -> jax.Array:
-    """float32[2] in [0, 1) from key uint32[2] and position alone: fold_in hashes the two."""
+def _exponentials(key: jax.Array, position: jax.Array, count: int) -> jax.Array:
+    """float32[count] of Exp(1), from key uint32[2] and position alone: fold_in hashes the two."""
     folded = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), position)
-    return (jax.random.key_data(folded) >> 8).astype(jnp.float32) * 2.0**-24
+    bits = jax.random.bits(folded, (count,), jnp.uint32)
+    # never 0, never 1; finest near 0, where the smallest of many lie
+    return -jnp.log1p(-jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24))
 
 
 def _draw_row(logits: jax.Array, greedy: jax.Array, lanes: SamplingLanes) -> jax.Array:
@@ -191,21 +193,20 @@ def _draw_row(logits: jax.Array, greedy: jax.Array, lanes: SamplingLanes) -> jax
         top_p=lanes.top_p,
         min_p=lanes.min_p,
     )
-    uniforms = _uniforms(lanes.key, lanes.position)
+    blocks = -(-vocab // _LANES)
+    noise = _exponentials(lanes.key, lanes.position, _LANES + blocks)
     drawn = lanes.temperature >= GREEDY_BELOW
     filtered = (row.top_k < vocab) | (row.top_p < 1) | (row.min_p > 0)
-    done, token = lax.cond(
-        drawn & filtered, _draw_ranked, lambda *_: (~drawn, greedy), row, uniforms[0]
-    )
+    done, token = lax.cond(drawn & filtered, _draw_ranked, lambda *_: (~drawn, greedy), row, noise)
     return lax.cond(
         done,
         lambda *_: token,
-        lambda row, uniforms: _draw_any(row, filtered & ~done, uniforms),
-        *(row, uniforms),
+        lambda row, noise: _draw_any(row, filtered & ~done, noise),
+        *(row, noise),
     )
 
 
-def _draw_ranked(row: _Row, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _draw_ranked(row: _Row, noise: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(whether the filters keep only the first tokens of the ranking, the token drawn if so)."""
     logits, ids = _ranking(row.logits, min(_RANKED, row.logits.size))
     weights = row.weights(logits)
@@ -217,7 +218,7 @@ def _draw_ranked(row: _Row, uniform: jax.Array) -> tuple[jax.Array, jax.Array]:
         | (weights[-1] < row.min_p)
         | (jnp.sum(weights) >= row.top_p * whole)
     )
-    return enough, ids[_pick(_keep_ranked(row, weights, whole), uniform)]
+    return enough, ids[_pick(_keep_ranked(row, weights, whole), noise[: weights.size])]
 
 
 def _keep_ranked(row: _Row, weights: jax.Array, whole: jax.Array) -> jax.Array:
@@ -232,7 +233,7 @@ def _keep_ranked(row: _Row, weights: jax.Array, whole: jax.Array) -> jax.Array:
     return jnp.where((before < share) | (row.top_p >= 1), weights, 0)
 
 
-def _draw_any(row: _Row, filtered: jax.Array, uniforms: jax.Array) -> jax.Array:
+def _draw_any(row: _Row, filtered: jax.Array, noise: jax.Array) -> jax.Array:
     """A token drawn from the whole vocabulary: first the lane, then the block."""
     # Where rows go together, both branches run for all: here nothing to search for ends it at once.
     row = row._replace(
@@ -241,8 +242,8 @@ def _draw_any(row: _Row, filtered: jax.Array, uniforms: jax.Array) -> jax.Array:
     )
     weights = row.weights(_blocks(row.logits))
     weights = lax.cond(filtered, _keep_searched, lambda row, weights: weights, row, weights)
-    lane = _pick(jnp.sum(weights, axis=0), uniforms[0])
-    return _pick(weights[:, lane], uniforms[1]) * _LANES + lane
+    lane = _pick(jnp.sum(weights, axis=0), noise[:_LANES])
+    return _pick(weights[:, lane], noise[_LANES:]) * _LANES + lane
 
 
 def _keep_searched(row: _Row, weights: jax.Array) -> jax.Array:
@@ -336,11 +337,13 @@ def _total(weights: jax.Array) -> jax.Array:
     return jnp.sum(jnp.sum(weights, axis=0))
 
 
-def _pick(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Index i of [n] with probability weights[i] / sum(weights), by inverting the cumulative sum.
+def _pick(weights: jax.Array, noise: jax.Array) -> jax.Array:
+    """Index i of [n] with probability weights[i] / sum(weights), of noise float32[n] from Exp(1).
 
-    Rounding can't lead to an index without weight.
+    The first arrival of a race of Poisson processes (the Gumbel-max trick without logarithms).
+    Inverting the cumulative sum would do with one random number, but the rounding of logits moves
+    all of its many boundaries: there one seeded token in ten thousand can depend on the batch.
     """
-    cumulative = jnp.cumsum(weights)
-    reached = (cumulative - weights <= uniform * cumulative[-1]) & (weights > 0)
-    return jnp.max(jnp.where(reached, jnp.arange(weights.size, dtype=jnp.int32), 0))
+    score = weights / noise
+    places = jnp.arange(weights.size, dtype=jnp.int32)
+    return jnp.min(jnp.where(score == jnp.max(score), places, weights.size - 1))
