@@ -14,11 +14,12 @@ if TYPE_CHECKING:
     from jaxserve.llm import LLM
     from jaxserve.outputs import CompletionOutput, Delta, Logprob, RequestOutput
     from scheduler.errors import RequestError
-    from scheduler.request import SamplingParams
+    from scheduler.request import RequestOptions, SamplingParams
 
 _HOMES = {
     "LLM": "jaxserve.llm",
     "SamplingParams": "scheduler.request",
+    "RequestOptions": "scheduler.request",
     "RequestError": "scheduler.errors",
     "EngineConfig": "jaxserve.config",
     "RequestOutput": "jaxserve.outputs",
@@ -34,6 +35,7 @@ __all__ = [
     "EngineConfig",
     "Logprob",
     "RequestError",
+    "RequestOptions",
     "RequestOutput",
     "SamplingParams",
 ]

@@ -12,8 +12,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from jaxserve.config import EngineConfig, ServerConfig
@@ -23,7 +24,7 @@ from jaxserve.outputs import Delta
 from jaxserve.runtime.weights import Progress
 from jaxserve.server.client import State
 from jaxserve.server.mailbox import Mailbox
-from scheduler.request import SamplingParams
+from scheduler.request import Request, RequestOptions, SamplingParams
 from scheduler.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,11 @@ log = logging.getLogger(__name__)
 Command = Callable[[], None]
 
 ABORT_TIMEOUT = 10.0  # seconds that a step may take to end when everything is being stopped
+
+
+# a server's queue is never unbounded: who waits behind this many has left before its turn
+DEFAULT_MAX_WAITING = 1024
+DEFAULT_MAX_WAITING_TOKENS = 1 << 20
 
 
 class LoadingStopped(Exception):
@@ -46,6 +52,10 @@ class AsyncEngine:
         server_config: ServerConfig,
         progress: Progress = no_progress,
     ):
+        if config.max_waiting is None:
+            config = replace(config, max_waiting=DEFAULT_MAX_WAITING)
+        if config.max_waiting_tokens is None:
+            config = replace(config, max_waiting_tokens=DEFAULT_MAX_WAITING_TOKENS)
         self._config = config
         self._stuck_timeout = server_config.stuck_timeout
         self._progress = progress
@@ -54,7 +64,8 @@ class AsyncEngine:
         self._draining = False
         self._closed = False
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
-        self._num_queued = 0  # sequences between submit() and the scheduler
+        self._num_queued = 0  # sequences between submit() and the scheduler,
+        self._tokens_queued = 0  # and their prompt tokens
         self._queue_lock = threading.Lock()
         self._streams: dict[str, tuple[Mailbox, int]] = {}  # sequence id -> mailbox, choice
         self._step_began: float | None = None  # time.monotonic of the step that runs, if one does
@@ -114,10 +125,24 @@ class AsyncEngine:
         return self._model.tokenizer.render_chat(messages, tools=tools)
 
     def submit(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, arrival: float
-    ) -> Mailbox:
+        self,
+        requests: Sequence[tuple[str, list[int]]],
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        arrival: float,
+    ) -> list[Mailbox]:
         engine = self._model.engine
-        requests = engine.requests(request_id, prompt_ids, params, arrival, self._num_queued)
+        by_prompt = [
+            engine.requests(request_id, prompt_ids, params, arrival, options)
+            for request_id, prompt_ids in requests
+        ]
+        everything = [request for choices in by_prompt for request in choices]
+        engine.check_queue(everything, self._num_queued, self._tokens_queued)
+        return [self._submit(engine, choices) for choices in by_prompt]
+
+    def _submit(self, engine: Engine, requests: list[Request]) -> Mailbox:
+        """Send the choices of one prompt to the engine's thread."""
         names = [request.request_id for request in requests]
 
         def abort() -> None:
@@ -126,9 +151,12 @@ class AsyncEngine:
             self._set_idle()
             self._abort(engine, names)
 
+        num_tokens = sum(len(request.prompt) for request in requests)
+
         def add() -> None:
             with self._queue_lock:
                 self._num_queued -= len(requests)
+                self._tokens_queued -= num_tokens
             for request in requests:
                 engine.add(request)
 
@@ -137,6 +165,7 @@ class AsyncEngine:
             self._streams[name] = (mailbox, choice)
         with self._queue_lock:
             self._num_queued += len(requests)
+            self._tokens_queued += num_tokens
         self._idle.clear()
         self._commands.put(add)
         return mailbox

@@ -74,14 +74,23 @@ _ENGINE_FLAGS: dict[str, tuple[type, str]] = {
     "row_buckets": (str, "bucket strategy for rows: pow2 or single"),
     "token_buckets": (str, "bucket strategy for tokens"),
     "page_buckets": (str, "bucket strategy for block table widths"),
+    "memory_fraction": (float, "share of the device's memory for weights, pool and temporaries"),
+    "num_host_pages": (int, "KV pages that host memory keeps; 0: none"),
     "compile_cache": (str, "directory of compiled steps, or off (default: the user's cache)"),
 }
 _SERVE_FLAGS: dict[str, tuple[type, str]] = {
+    "policy": (str, "order of the queue: fcfs, priority, shortest or fair"),
+    "admission": (str, "rule for starting requests: statistical, reserve-max or fits"),
+    "admission_bound": (float, "how likely the running requests may be to outgrow the pool"),
+    "lengths": (str, "model of output lengths: profiled or declared"),
     "max_waiting": (int, "sequences in the queue before new requests get 429"),
+    "max_waiting_tokens": (int, "prompt tokens in the queue before new requests get 429"),
+    "max_queue_wait": (float, "seconds of predicted wait above which new requests get 429"),
     "host": (str, "address to listen on"),
     "port": (int, "port to listen on"),
     "drain_timeout": (float, "seconds that running streams may take after SIGTERM"),
     "slow_reader_timeout": (float, "seconds that a client may leave its stream unread"),
+    "keepalive": (float, "seconds of silence after which a stream gets a comment"),
     "stuck_timeout": (float, "seconds of one step after which /health turns to 503"),
 }
 
@@ -90,6 +99,15 @@ def _add_settings(parser: argparse.ArgumentParser, flags: dict[str, tuple[type, 
     for name, (kind, text) in flags.items():
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, type=kind, help=text, metavar=kind.__name__.upper())
+
+
+def _add_switches(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--prefix-cache",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="share the KV pages of equal prompt prefixes (default: yes)",
+    )
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -121,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (serve, generate, chat):
         command.add_argument("--config", metavar="FILE", help="settings as TOML")
         _add_settings(command, _ENGINE_FLAGS)
+        _add_switches(command)
     return parser
 
 
@@ -130,7 +149,7 @@ def _settings(args: argparse.Namespace, **defaults: Any) -> tuple[EngineConfig, 
 
     from jaxserve.config import load_config
 
-    names = ("model", *_ENGINE_FLAGS, *_SERVE_FLAGS)
+    names = ("model", "prefix_cache", *_ENGINE_FLAGS, *_SERVE_FLAGS)
     given = {name: getattr(args, name, None) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     engine, server = load_config(args.config, given if args.config else defaults | given)
@@ -188,6 +207,7 @@ async def _serve_on(sock: socket.socket, engine: EngineConfig, server: ServerCon
             sock,
             drain_timeout=server.drain_timeout,
             slow_reader_timeout=server.slow_reader_timeout,
+            keepalive=server.keepalive,
             on_ready=on_ready,
             on_stop=on_stop,
         )

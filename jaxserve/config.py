@@ -7,14 +7,28 @@ Field names are the same everywhere: keyword arguments of LLM, keys of a TOML fi
 
 from __future__ import annotations
 
+import math
 import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from scheduler.admission import ADMISSION
 from scheduler.buckets import BUCKET_STRATEGIES
+from scheduler.lengths import LENGTH_MODELS
+from scheduler.policy import POLICIES
 
 DTYPES = ("auto", "float32", "bfloat16")
+
+# names that a setting can have
+_CHOICES = {
+    "row_buckets": tuple(BUCKET_STRATEGIES),
+    "token_buckets": tuple(BUCKET_STRATEGIES),
+    "page_buckets": tuple(BUCKET_STRATEGIES),
+    "policy": tuple(POLICIES),
+    "admission": tuple(ADMISSION),
+    "lengths": tuple(LENGTH_MODELS),
+}
 
 
 class ConfigError(ValueError):
@@ -33,10 +47,15 @@ def _check_integer(config: Any, name: str, low: int, *, optional: bool = False) 
         raise ConfigError(name, f"must be an integer of at least {low}, got {value!r}")
 
 
-def _check_number(config: Any, name: str, low: float) -> None:
+def _check_number(
+    config: Any, name: str, low: float, high: float = math.inf, *, optional: bool = False
+) -> None:
     value = getattr(config, name)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= low:
-        raise ConfigError(name, f"must be a number of at least {low:g}, got {value!r}")
+    if value is None and optional:
+        return
+    if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
+        limit = f"of at least {low:g}" if high == math.inf else f"between {low:g} and {high:g}"
+        raise ConfigError(name, f"must be a number {limit}, got {value!r}")
 
 
 def _check_boolean(config: Any, name: str) -> None:
@@ -54,6 +73,14 @@ class EngineConfig:
     plan. lookahead plans the next step while one runs. strict_compile raises if anything compiles
     after warm-up; otherwise it is only counted. compile_cache: a directory for XLA's persistent
     cache.
+
+    memory_fraction: share of the device's memory for weights, pool and temporaries; None: see
+    jaxserve.runtime.memory. num_host_pages: KV pages that host memory keeps for preempted requests
+    and evicted prefixes; None: as many as the pool, if a quarter of the free memory holds them.
+    policy, admission and lengths name a queue order, a rule for starting requests, and a model of
+    their lengths (see scheduler.policy, .admission, .lengths); admission_bound is the probability
+    that the running requests may outgrow the pool. The queue refuses (429) beyond max_waiting
+    requests, max_waiting_tokens prompt tokens, or a predicted wait of max_queue_wait seconds.
     """
 
     model: str | None = None
@@ -65,6 +92,15 @@ class EngineConfig:
     max_chunk_tokens: int | None = None
     max_model_len: int | None = None
     max_waiting: int | None = None
+    max_waiting_tokens: int | None = None
+    max_queue_wait: float | None = None
+    memory_fraction: float | None = None
+    num_host_pages: int | None = None
+    prefix_cache: bool = True
+    policy: str = "fcfs"
+    admission: str = "statistical"
+    admission_bound: float = 0.01
+    lengths: str = "profiled"
     row_buckets: str = "pow2"
     token_buckets: str = "pow2"
     page_buckets: str = "single"
@@ -84,23 +120,32 @@ class EngineConfig:
         _check_integer(self, "max_chunk_tokens", 1, optional=True)
         _check_integer(self, "max_model_len", 2, optional=True)
         _check_integer(self, "max_waiting", 1, optional=True)
-        for name in ("row_buckets", "token_buckets", "page_buckets"):
-            if getattr(self, name) not in BUCKET_STRATEGIES:
+        _check_integer(self, "max_waiting_tokens", 1, optional=True)
+        _check_integer(self, "num_host_pages", 0, optional=True)
+        _check_number(self, "max_queue_wait", 0.0, optional=True)
+        _check_number(self, "memory_fraction", 0.0, 1.0, optional=True)
+        _check_number(self, "admission_bound", 0.0, 1.0)
+        for name in ("memory_fraction", "admission_bound"):
+            if getattr(self, name) == 0:
+                raise ConfigError(name, "must be greater than 0, got 0")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
                 raise ConfigError(
-                    name,
-                    f"must be one of {', '.join(BUCKET_STRATEGIES)}, got {getattr(self, name)!r}",
+                    name, f"must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
         if self.compile_cache is not None and (
             not isinstance(self.compile_cache, str) or not self.compile_cache
         ):
             raise ConfigError("compile_cache", f"must be a directory, got {self.compile_cache!r}")
+        _check_boolean(self, "prefix_cache")
         _check_boolean(self, "lookahead")
         _check_boolean(self, "strict_compile")
 
 
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
-    """Times are in seconds. drain_timeout: how long running streams may go on after SIGTERM.
+    """Times are in seconds. keepalive: how long a started stream may be silent before a comment
+    keeps its connection open. drain_timeout: how long running streams may go on after SIGTERM.
     slow_reader_timeout: how long a client may leave its stream unread. stuck_timeout: a step that
     takes longer than this while work waits turns /health to 503."""
 
@@ -109,6 +154,7 @@ class ServerConfig:
     drain_timeout: float = 30.0
     slow_reader_timeout: float = 60.0
     stuck_timeout: float = 60.0
+    keepalive: float = 5.0
 
     def __post_init__(self) -> None:
         if not isinstance(self.host, str) or not self.host:
@@ -118,6 +164,7 @@ class ServerConfig:
             raise ConfigError("port", f"must be at most 65535, got {self.port}")
         for name in ("drain_timeout", "slow_reader_timeout", "stuck_timeout"):
             _check_number(self, name, 0.0)
+        _check_number(self, "keepalive", 0.1)
 
 
 def load_config(

@@ -18,12 +18,22 @@ from jaxserve.outputs import Delta, Logprob
 from jaxserve.runtime.runner import Handle, Runner, StepResult
 from jaxserve.text.detokenizer import Detokenizer
 from jaxserve.text.tokenizer import Tokenizer
-from scheduler.core import Progress, Scheduler, Step
+from scheduler.core import Scheduler
 from scheduler.errors import InvalidParameter, UnsupportedParameter
-from scheduler.request import MAX_SUPPRESSED, Request, SamplingParams, Sequence, Status
+from scheduler.policy import Priority
+from scheduler.request import (
+    MAX_SUPPRESSED,
+    Request,
+    RequestOptions,
+    SamplingParams,
+    Sequence,
+    Status,
+)
+from scheduler.step import Progress, Step
 
 log = logging.getLogger(__name__)
 
+DEFAULT_OPTIONS = RequestOptions()
 MAX_FAILURES = 2  # steps in a row that may fail on the device before their requests are given up
 
 
@@ -71,13 +81,16 @@ class Engine:
         prompt_ids: list[int],
         params: SamplingParams,
         arrival: float,
-        num_queued: int = 0,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> list[Request]:
         """Check a client's request and make its n choices. May be called from any thread.
 
-        num_queued: requests on their way to the queue. Raises InvalidParameter, PromptTooLong,
-        PromptExceedsPool or QueueFull; nothing has been added then.
+        Raises InvalidParameter, UnsupportedParameter, PromptTooLong or PromptExceedsPool.
         """
+        if options.priority and not isinstance(self.scheduler.policy, Priority):
+            raise UnsupportedParameter(
+                "priority", "has a meaning only when the server runs with --policy priority"
+            )
         if not prompt_ids:
             raise InvalidParameter("prompt", "must hold at least one token")
         low, high = min(prompt_ids), max(prompt_ids)
@@ -104,7 +117,7 @@ class Engine:
                 f"with min_tokens, at most {MAX_SUPPRESSED} end tokens (the model's included) can "
                 f"be held back, got {len(stop_ids)}",
             )
-        self.scheduler.check(len(prompt_ids), params.n + num_queued)
+        self.scheduler.check_prompt(len(prompt_ids))
         max_tokens = self.scheduler.max_output(len(prompt_ids), params.max_tokens)
         seed = secrets.randbits(64) if params.seed is None else params.seed % 2**64
         prompt = np.asarray(prompt_ids, np.int32)
@@ -117,9 +130,20 @@ class Engine:
                 arrival=arrival,
                 stop_ids=stop_ids,
                 key=_random_key(seed, choice),
+                options=options,
             )
             for choice in range(params.n)
         ]
+
+    def check_queue(
+        self, requests: Iterable[Request], num_queued: int = 0, tokens_queued: int = 0
+    ) -> None:
+        """May all of these join the queue? The counts are of others on their way to it. Raises
+        QueueFull; may be called from any thread."""
+        lengths = [len(request.prompt) for request in requests]
+        self.scheduler.check_queue(
+            len(lengths) + num_queued, sum(lengths) + tokens_queued, self.clock()
+        )
 
     def add(self, request: Request) -> None:
         params = request.params
@@ -151,7 +175,10 @@ class Engine:
         deltas, self._ended = self._ended, []
         try:
             previous = self._in_flight
-            step = self.scheduler.schedule(self.clock())
+            now = self.clock()
+            for sequence in self.scheduler.expire(now):
+                deltas.append(self._last_delta(self._live[sequence.request.request_id], "timeout"))
+            step = self.scheduler.schedule(now)
             self._in_flight = (step, self.runner.submit(step)) if step else None
             if not self._lookahead:
                 previous, self._in_flight = self._in_flight, None

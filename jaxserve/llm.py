@@ -17,7 +17,7 @@ from jaxserve.loading import load_model, no_progress
 from jaxserve.outputs import CompletionOutput, Delta, RequestOutput
 from jaxserve.runtime.weights import Progress
 from scheduler.errors import InvalidParameter, RequestError
-from scheduler.request import Request, SamplingParams
+from scheduler.request import Request, RequestOptions, SamplingParams
 from scheduler.stats import Stats
 
 Prompt = str | list[int]
@@ -65,21 +65,25 @@ class LLM:
         self,
         prompts: Prompt | list[str] | list[list[int]],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        options: RequestOptions | list[RequestOptions] | None = None,
     ) -> list[RequestOutput]:
         """One RequestOutput per prompt, in order; all of them run together.
 
-        prompts: a text, token ids, or a list of either. sampling_params: one for all or one each.
-        Raises RequestError (a note says which prompt) before anything runs.
+        prompts: a text, token ids, or a list of either. sampling_params, options: one for all or
+        one each. Raises RequestError (a note says which prompt) before anything runs.
         """
         listed = _as_list(prompts)
         params = SamplingParams() if sampling_params is None else sampling_params
         params = params if isinstance(params, list) else [params] * len(listed)
         for each in params:
             _check_params(each)
-        if len(params) != len(listed):
-            raise InvalidParameter(
-                "sampling_params", f"{len(params)} for {len(listed)} prompts; give one, or one each"
-            )
+        options = RequestOptions() if options is None else options
+        options = options if isinstance(options, list) else [options] * len(listed)
+        for name, given in (("sampling_params", params), ("options", options)):
+            if len(given) != len(listed):
+                raise InvalidParameter(
+                    name, f"{len(given)} for {len(listed)} prompts; give one, or one each"
+                )
         outputs = [
             RequestOutput(
                 request_id=f"llm-{next(self._ids)}",
@@ -92,16 +96,20 @@ class LLM:
             )
             for prompt, p in zip(listed, params, strict=True)
         ]
-        prompts_and_params = [
-            (o.request_id, o.prompt_token_ids, p) for o, p in zip(outputs, params, strict=True)
+        work = [
+            (o.request_id, o.prompt_token_ids, p, how)
+            for o, p, how in zip(outputs, params, options, strict=True)
         ]
         by_id = {o.request_id: o for o in outputs}
-        for request_id, choice, delta in self._run(prompts_and_params):
+        for request_id, choice, delta in self._run(work):
             _extend(by_id[request_id].outputs[choice], delta)
         return outputs
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
     ) -> Iterator[Delta]:
         """Deltas of one prompt as they are made; closing the iterator aborts the request."""
         params = SamplingParams() if sampling_params is None else sampling_params
@@ -111,7 +119,8 @@ class LLM:
         listed = _as_list(prompt)
         if len(listed) != 1:
             raise InvalidParameter("prompt", f"must be one prompt for a stream, got {len(listed)}")
-        run = self._run([(f"llm-{next(self._ids)}", self._encode(listed[0]), params)])
+        options = RequestOptions() if options is None else options
+        run = self._run([(f"llm-{next(self._ids)}", self._encode(listed[0]), params, options)])
         return (delta for _, _, delta in run)
 
     def chat(
@@ -127,22 +136,23 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _run(
-        self, work: list[tuple[str, list[int], SamplingParams]]
+        self, work: list[tuple[str, list[int], SamplingParams, RequestOptions]]
     ) -> Iterator[tuple[str, int, Delta]]:
         """Check all requests now; add them, and give (request id, choice, delta), as it is
         iterated."""
         now = time.monotonic()
         requests: list[Request] = []
         owners: dict[str, tuple[str, int]] = {}
-        for index, (request_id, prompt_ids, params) in enumerate(work):
+        for index, (request_id, prompt_ids, params, options) in enumerate(work):
             try:
-                choices = self._engine.requests(request_id, prompt_ids, params, now, len(requests))
+                choices = self._engine.requests(request_id, prompt_ids, params, now, options)
             except RequestError as error:
                 if len(work) > 1:
                     error.add_note(f"in prompt {index} of {len(work)}")
                 raise
             requests += choices
             owners |= {r.request_id: (request_id, choice) for choice, r in enumerate(choices)}
+        self._engine.check_queue(requests)
         return self._iterate(requests, owners)
 
     def _iterate(

@@ -20,8 +20,11 @@ from jaxserve.text.tokenizer import Tokenizer
 from jaxserve.text.vocabulary import MissingTokenizer
 from jaxserve.weights.checkpoint import Checkpoint
 from jaxserve.weights.open import open_checkpoint
+from scheduler.admission import ADMISSION
 from scheduler.core import Scheduler
 from scheduler.errors import RequestError
+from scheduler.lengths import LENGTH_MODELS
+from scheduler.policy import POLICIES
 from scheduler.stats import Stats
 
 log = logging.getLogger(__name__)
@@ -58,7 +61,16 @@ def load_model(config: EngineConfig, progress: Progress = no_progress) -> Loaded
         loading = threads.submit(_load_tokenizer, checkpoint)
         runner = DeviceRunner(config, checkpoint, stats, progress)
         tokenizer = loading.result()
-    scheduler = Scheduler(runner.scheduler_config, runner.grid, stats=stats)
+    lengths = LENGTH_MODELS[config.lengths]()
+    scheduler = Scheduler(
+        runner.scheduler_config,
+        runner.grid,
+        policy=POLICIES[config.policy](lengths),
+        admission=ADMISSION[config.admission](lengths, config.admission_bound),
+        lengths=lengths,
+        costs=runner.costs,
+        stats=stats,
+    )
     engine = Engine(
         scheduler,
         runner,

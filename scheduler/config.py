@@ -10,7 +10,12 @@ from scheduler.pages import pages_for
 @dataclass(frozen=True, slots=True)
 class SchedulerConfig:
     """num_pages and page_size describe the KV pool, in pages and tokens a page. max_chunk_tokens
-    caps what one prompt may take of a step's max_num_batched_tokens."""
+    caps what one prompt may take of a step's max_num_batched_tokens.
+
+    num_host_pages: pages that host memory may keep beside the pool. prefix_cache: requests share
+    the pages of equal prefixes. The queue refuses beyond max_waiting sequences, max_waiting_tokens
+    prompt tokens, or a predicted wait of max_queue_wait seconds.
+    """
 
     num_pages: int
     page_size: int
@@ -19,6 +24,10 @@ class SchedulerConfig:
     max_model_len: int
     max_chunk_tokens: int | None = None
     max_waiting: int | None = None
+    max_waiting_tokens: int | None = None
+    max_queue_wait: float | None = None
+    num_host_pages: int = 0
+    prefix_cache: bool = True
 
     @property
     def pool_tokens(self) -> int:

@@ -1,9 +1,9 @@
 """Scheduler: decides at every iteration which tokens run. Knows nothing of models, text or devices.
 
 There is no prefill phase and no decode phase: each sequence has `num_computed` tokens that chase
-its `num_tokens`. Chunked prompts, recompute after preemption and plain decoding are this one
-arithmetic. Time comes in as an argument and nothing here is random, so that the same calls give the
-same plans.
+its `num_tokens`. Chunked prompts, prefix hits, recompute after preemption and plain decoding are
+this one arithmetic. Time comes in as an argument and nothing here is random, so that the same calls
+give the same plans.
 
 With lookahead the engine calls schedule() again before it commits the step in flight: a token that
 is sampled but not yet known counts as pending, and its plan entry refers to the slot instead of the
@@ -12,94 +12,73 @@ id.
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Protocol
+import heapq
+from collections.abc import Iterator
 
 import numpy as np
 
+from scheduler.admission import AdmissionPolicy, AdmissionRound, AdmitIfFits, Candidate
 from scheduler.buckets import BucketGrid
+from scheduler.cache import Match
 from scheduler.config import SchedulerConfig
-from scheduler.errors import PromptExceedsPool, PromptTooLong, QueueFull
+from scheduler.door import Door
 from scheduler.invariants import check_invariants
-from scheduler.pages import PagePool, pages_for
-from scheduler.plan import BatchPlan
-from scheduler.policy import Fcfs, QueuePolicy, WaitingQueue
+from scheduler.lengths import Declared, LengthModel
+from scheduler.policy import Fcfs, QueuePolicy
+from scheduler.preemption import (
+    PreemptionCosts,
+    choose_victim,
+    is_protected,
+    may_replace,
+)
 from scheduler.request import MAX_SUPPRESSED, Request, Sequence, Status
-from scheduler.slots import SlotTable
+from scheduler.rows import RunningRows, slots_of
 from scheduler.stats import Stats
-
-# (sequence, its new token) -> why the text that the token makes ends the sequence, if it does
-TextEnds = Callable[[Sequence, int], str | None]
-
-
-class StepOutput(Protocol):
-    """What a step sampled, in row order. Rows that sample nothing hold garbage."""
-
-    @property
-    def tokens(self) -> np.ndarray: ...  # int32[rows]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Step:
-    """One iteration's decision. `sampled` names the rows whose token counts: (row, sequence).
-
-    use_sampler: some row wants more than its likeliest token."""
-
-    plan: BatchPlan
-    sampled: tuple[tuple[int, Sequence], ...]
-    use_sampler: bool = False
-    wants_logprobs: bool = False
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Progress:
-    """One token that a commit accepted, and the row of the step's output that it came from."""
-
-    sequence: Sequence
-    row: int
-    token: int
+from scheduler.step import Filled, Progress, Step, StepOutput, TextEnds
 
 
 class Scheduler:
-    """add and abort requests, schedule() a step, commit() its output. One thread."""
+    """add and abort requests, schedule() a step, commit() its output. One thread; only the
+    checks may be called from others."""
 
     def __init__(
         self,
         config: SchedulerConfig,
         grid: BucketGrid,
+        *,
         policy: QueuePolicy | None = None,
+        admission: AdmissionPolicy | None = None,
+        lengths: LengthModel | None = None,
+        costs: PreemptionCosts | None = None,
         stats: Stats | None = None,
     ):
         self.config = config
         self.grid = grid
         self.stats = stats or Stats()
-        self.pool = PagePool(config.num_pages, config.page_size)
-        self.slots = SlotTable(config.max_rows, config.max_pages_per_sequence, config.page_size)
-        self.running: list[Sequence] = []  # in order of arrival: the last one is the first victim
-        self.waiting = WaitingQueue(policy or Fcfs())
+        self.policy = policy or Fcfs()
+        self.admission = admission or AdmitIfFits()
+        self.lengths = lengths or Declared()
+        self.rows = RunningRows(config, costs or PreemptionCosts())
+        self.cache = self.rows.cache
+        self.slots = self.rows.slots
+        self.running = self.rows.sequences  # in order of arrival
+        self.waiting = self.policy.queue()
+        self._door = Door(config, self.stats)
         self._by_id: dict[str, Sequence] = {}
+        self._deadlines: list[tuple[float, int, str]] = []  # a heap of (seconds, order, request id)
         self._num_added = 0
         self._update_gauges()
 
     # ---- requests ----
 
-    def check(self, num_prompt_tokens: int, num_requests: int = 1) -> None:
-        """Refuse at the door what could never run. Raises PromptTooLong, PromptExceedsPool,
-        QueueFull."""
-        config = self.config
-        if num_prompt_tokens >= config.max_model_len:
-            raise PromptTooLong(num_prompt_tokens, config.max_model_len)
-        if num_prompt_tokens >= config.pool_tokens:
-            raise PromptExceedsPool(num_prompt_tokens, config.pool_tokens)
-        limit = config.max_waiting
-        if limit is None:
-            return
-        # those that find a free slot do not wait
-        room = limit + (0 if self.waiting else self.slots.num_free)
-        if len(self.waiting) + num_requests > room:
-            raise QueueFull(limit, retry_after=1.0)
+    def check_prompt(self, num_tokens: int) -> None:
+        """Refuse what could never run. Raises PromptTooLong, PromptExceedsPool."""
+        self._door.check_prompt(num_tokens)
+
+    def check_queue(self, num_requests: int, num_tokens: int, now: float) -> None:
+        """Refuse what is too much for the queue, all or none: so many sequences, so many prompt
+        tokens in all. Raises QueueFull."""
+        self._door.check_queue(num_requests, num_tokens, self.slots.num_free, now)
 
     def max_output(self, num_prompt_tokens: int, max_tokens: int | None) -> int:
         """max_tokens clamped to what the context and the pool leave; None asks for all of it."""
@@ -107,15 +86,22 @@ class Scheduler:
         return room if max_tokens is None else min(max_tokens, room)
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request that `check` let through; its max_tokens is already clamped."""
+        """Queue a request that has passed the checks; its max_tokens is already clamped."""
         assert request.request_id not in self._by_id, "request ids are unique"
         assert len(request.prompt) > 0, "prompts are not empty"
         assert 1 <= request.max_tokens <= self.max_output(len(request.prompt), None)
         assert not request.params.min_tokens or len(request.stop_ids) <= MAX_SUPPRESSED
         sequence = Sequence(request, request.prompt.tolist(), order=self._num_added)
+        sequence.profile = self.lengths.profile(request)
         self._num_added += 1
         self._by_id[request.request_id] = sequence
-        self.waiting.push(sequence)
+        self.cache.enter(sequence)
+        self._push(sequence)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, sequence.order, request.request_id))
+            if len(self._deadlines) > 2 * len(self._by_id) + 64:  # most have ended before theirs
+                self._deadlines = [entry for entry in self._deadlines if entry[2] in self._by_id]
+                heapq.heapify(self._deadlines)
         self.stats.prompt_tokens += sequence.num_prompt
         self._update_gauges()
         return sequence
@@ -128,38 +114,56 @@ class Scheduler:
             self.finish(sequence, "abort")
         return sequence
 
+    def expire(self, now: float) -> list[Sequence]:
+        """End the requests whose deadline has passed, with what they have; returns them."""
+        expired: list[Sequence] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, order, request_id = heapq.heappop(self._deadlines)
+            sequence = self._by_id.get(request_id)
+            if sequence is not None and sequence.order == order:
+                self.finish(sequence, "timeout")
+                expired.append(sequence)
+        return expired
+
     def finish(self, sequence: Sequence, reason: str) -> None:
         """End a sequence. A row of it that is still in flight is thrown away when it is
         committed."""
         assert sequence.status is not Status.FINISHED
         if sequence.status is Status.RUNNING:
-            self._release(sequence)
+            self.rows.stop(sequence, ended=True)
         else:
             self.waiting.remove(sequence)
+            if not self.waiting:
+                self._door.drain.emptied()
+            self.stats.queue_tokens -= len(sequence.tokens)
+            self.cache.drop_claims(sequence)
         sequence.status = Status.FINISHED
         sequence.finish_reason = reason
         del self._by_id[sequence.request.request_id]
+        num_output = len(sequence.tokens) - sequence.num_prompt
+        self.lengths.observe(
+            sequence.request, sequence.profile, num_output, censored=reason != "stop"
+        )
         self.stats.finished[reason] += 1
         self._update_gauges()
 
     def preempt_all(self) -> list[Sequence]:
         """After a failed step: every running row goes back to the queue, oldest first in the
-        result.
+        result, and no cached page is trusted any more.
 
         Tokens in flight are forgotten, in waiting rows too: they will be computed and sampled
         again.
         """
         victims = list(self.running)
         for sequence in reversed(victims):
-            self._preempt(sequence)
+            self._requeue(sequence)
+            self.stats.preemptions["recompute"] += 1
         for sequence in self.waiting:
             sequence.num_pending = 0
+            sequence.claims = []
+        self.cache.clear()
         self._update_gauges()
         return victims
-
-    @property
-    def has_requests(self) -> bool:
-        return bool(self._by_id)
 
     def sequences(self) -> Iterator[Sequence]:
         """Every sequence that has not ended."""
@@ -172,16 +176,22 @@ class Scheduler:
         committed.
 
         Rows that need one token come first, then longer ones in chunks within the token budget,
-        then new arrivals. Older rows never wait for younger ones: when pages run out, the youngest
-        row is preempted. So the oldest row always advances, and nothing can hang.
+        then new arrivals. A row never waits for younger or less important ones: when pages run out,
+        one of those is preempted. So the oldest of the most important rows always advances, and
+        nothing can hang.
         """
+        self._yield_to_waiting()
         budget = self.config.max_num_batched_tokens
         decode = self._take_decode_pages()
         chunks = self._chunk_running(budget - len(decode))
-        # preemption for a chunk can have hit a row that was going to decode
+        # preemption for one row can have hit another that was to have its turn
         decode = [sequence for sequence in decode if sequence.status is Status.RUNNING]
+        chunks = [chunk for chunk in chunks if chunk[0].status is Status.RUNNING]
         spent = len(decode) + sum(length for _, length in chunks)
+        requests, tokens = len(self.waiting), self.stats.queue_tokens
         self._admit(budget - spent, chunks)
+        requests, tokens = requests - len(self.waiting), tokens - self.stats.queue_tokens
+        self._door.drain.observe(now, len(self.waiting), requests, tokens)
         if not decode and not chunks:
             self._update_gauges()
             return None
@@ -199,17 +209,25 @@ class Scheduler:
         live = [(row, s) for row, s in step.sampled if s.status is not Status.FINISHED]
         # before anything changes: a commit that fails must leave nothing half done
         assert all(tokens[row] >= 0 for row, _ in live), "a row that samples gave no token"
+        for filled in step.filled:
+            sequence = filled.sequence
+            same_pages = sequence.num_preemptions == filled.num_preemptions
+            if sequence.status is Status.RUNNING and same_pages:
+                self.cache.learn(sequence, filled.num_computed)
         for row, sequence in live:
             token = tokens[row]
             sequence.num_pending -= 1
             sequence.tokens.append(token)
             progress.append(Progress(sequence, row, token))
+            if sequence.status is Status.WAITING:
+                stats.queue_tokens += 1
             if sequence.first_token_at is None:
                 sequence.first_token_at = now
                 stats.time_to_first_token.observe(now - sequence.request.arrival)
             else:
                 stats.inter_token_latency.observe(now - sequence.last_token_at)
             sequence.last_token_at = now
+            self.waiting.charge(sequence, 0, 1)
             num_output = len(sequence.tokens) - sequence.num_prompt
             request = sequence.request
             reason = None
@@ -226,11 +244,26 @@ class Scheduler:
 
     # ---- parts of schedule ----
 
+    def _yield_to_waiting(self) -> None:
+        """Rows make place for a waiting sequence that is strictly more important, if that helps."""
+        head = self.waiting.peek()
+        if head is None or head.num_pending:
+            return
+        yielding = may_replace(self.running, head, self.policy)
+        staying = [s for s in self.running if s not in yielding]
+        freed = sum(len(s.pages) for s in yielding)
+        if not yielding or self._may_start(head, self._round(staying), freed) is None:
+            return  # not even in place of all of them
+        for victim in yielding:
+            if self.slots.num_free and self._may_start(head, self._round(self.running)):
+                return
+            self._preempt(victim)
+
     def _take_decode_pages(self) -> list[Sequence]:
         """Rows that need exactly one token, each with the page that the token falls into."""
         if not self.running:
             return []
-        slots = np.fromiter((s.slot for s in self.running), np.int32, len(self.running))
+        slots = slots_of(self.running)
         table = self.slots
         computed, target = table.computed[slots], table.target[slots]
         ready = (target - computed == 1) & (target < table.limit[slots])
@@ -258,42 +291,65 @@ class Scheduler:
             if length:
                 chunks.append((sequence, length))
                 budget -= length
-        # a row can fall victim to an older one only before its own turn, never after
-        assert all(sequence.status is Status.RUNNING for sequence, _ in chunks)
         return chunks
 
     def _admit(self, budget: int, chunks: list[tuple[Sequence, int]]) -> None:
-        """Start waiting sequences while a slot, budget and pages for all their present tokens are
-        there."""
-        page_size = self.config.page_size
+        """Start waiting sequences, in the order of the queue, while a slot, budget and pages for
+        their present tokens are there, and the admission policy expects the pool to hold them."""
         if budget <= 0 or not self.waiting or not self.slots.num_free:
             return
-        owed = self._owed()
+        admission = self._round(self.running)
         while budget > 0 and self.slots.num_free:
             sequence = self.waiting.peek()
             # one with a token still in flight can't be replayed until the host knows the token
             if sequence is None or sequence.num_pending:
                 break
-            need = pages_for(sequence.num_tokens + 1, page_size)
-            if self.pool.num_free - owed < need:
+            match = self._may_start(sequence, admission)
+            if match is None:
                 break
-            self.waiting.pop()
-            self.slots.enter(sequence)
-            sequence.status = Status.RUNNING
-            insort(self.running, sequence, key=lambda s: s.order)
-            length = self._chunk(sequence, min(sequence.num_tokens, budget))
+            self._start(sequence, match)
+            length = self._chunk(sequence, min(sequence.num_tokens - sequence.num_computed, budget))
             assert length > 0
             chunks.append((sequence, length))
             budget -= length
-            owed += need - len(sequence.pages)
+        self.stats.pages_reserved = admission.reserved + self.rows.promised
 
-    def _owed(self) -> int:
-        """Pages that running rows still lack for the tokens that they have and the next one: who
-        is admitted on less is preempted in the next step."""
-        slots = np.fromiter((s.slot for s in self.running), np.int32, len(self.running))
-        tokens = np.minimum(self.slots.target[slots] + 1, self.slots.limit[slots])
-        need = -(-tokens // self.config.page_size)
-        return int(np.maximum(need - self.slots.num_pages[slots], 0).sum())
+    def _round(self, sequences: list[Sequence]) -> AdmissionRound:
+        """The admission policy's view of these rows."""
+        running, base = self.rows.view(sequences)
+        return self.admission.round(running, base, self.config.num_pages, self.config.page_size)
+
+    def _may_start(
+        self, sequence: Sequence, admission: AdmissionRound, freed: int = 0
+    ) -> Match | None:
+        """What a waiting sequence would find of its tokens, if it may start now (or once `freed`
+        more pages are): there is room, and the admission policy says so. Otherwise None."""
+        match = self.cache.match(sequence)
+        if self.rows.room() + freed < self.rows.need(sequence, match):
+            return None
+        candidate = Candidate(
+            sequence.profile,
+            sequence.num_output,
+            sequence.request.max_tokens,
+            sequence.num_tokens,
+            match.num_device,
+        )
+        # all that a protected one can need is in the room that it has found
+        return match if admission.admits(candidate) or is_protected(sequence) else None
+
+    def _start(self, sequence: Sequence, match: Match) -> None:
+        popped = self.waiting.pop()
+        assert popped is sequence
+        stats = self.stats
+        stats.queue_tokens -= len(sequence.tokens)
+        self.rows.start(sequence, match)
+        if sequence.num_preemptions == 0:
+            unseen = max(0, sequence.num_prompt - sequence.num_computed)
+            self.waiting.charge(sequence, unseen, 0)
+        stats.prefix_tokens["queried"] += sequence.num_tokens
+        stats.prefix_tokens["hit"] += sequence.num_shared
+        stats.prefix_tokens["hit_host"] += sequence.num_computed - sequence.num_shared
+        stats.recomputed_tokens += max(0, sequence.most_computed - sequence.num_computed)
 
     def _chunk(self, sequence: Sequence, length: int) -> int:
         """Take pages for up to `length` more tokens; returns how many tokens fit into what was
@@ -304,37 +360,37 @@ class Scheduler:
         return min(length, len(sequence.pages) * self.config.page_size - sequence.num_computed)
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
-        """Take pages until `length` more tokens fit, preempting only rows younger than this one."""
-        need = pages_for(sequence.num_computed + length, self.config.page_size)
-        while len(sequence.pages) < need:
-            if not self.pool.num_free:
-                victim = self.running[-1]
-                if victim.order <= sequence.order:
+        """Take pages until `length` more tokens fit, preempting rows that must give way to it."""
+        for _ in range(self.rows.lacks(sequence, length)):
+            while not self.rows.may_take(sequence):
+                victim = choose_victim(self.running, sequence, self.policy)
+                if victim is None:
                     return False
                 self._preempt(victim)
-                continue
-            self.slots.append_page(sequence, self.pool.take())
+            self.rows.take(sequence)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Send a row back to the queue; its tokens stay and are computed again when it returns."""
-        self._release(sequence)
-        sequence.status = Status.WAITING
-        sequence.num_computed = 0
+        """Back to the queue; its pages go to the host if that beats computing them again."""
+        mode = "swap" if self.cache.claim(sequence) else "recompute"
+        self.stats.preemptions[mode] += 1
         sequence.num_preemptions += 1
-        self.waiting.push(sequence)
-        self.stats.preemptions["recompute"] += 1
+        self._requeue(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        self.pool.free(sequence.pages)
-        sequence.pages = []
-        self.slots.leave(sequence)
-        self.running.remove(sequence)
+    def _requeue(self, sequence: Sequence) -> None:
+        sequence.most_computed = max(sequence.most_computed, sequence.num_computed)
+        self.rows.stop(sequence, ended=False)
+        sequence.status = Status.WAITING
+        sequence.num_computed = sequence.num_shared = 0
+        self._push(sequence)
+
+    def _push(self, sequence: Sequence) -> None:
+        self.waiting.push(sequence)
+        self.stats.queue_tokens += len(sequence.tokens)
 
     def _plan(self, decode: list[Sequence], chunks: list[tuple[Sequence, int]]) -> Step:
         table = self.slots
-        decode_slots = np.fromiter((s.slot for s in decode), np.int32, len(decode))
-        chunk_slots = np.fromiter((s.slot for s, _ in chunks), np.int32, len(chunks))
+        decode_slots, chunk_slots = slots_of(decode), slots_of([s for s, _ in chunks])
         slots = np.concatenate([decode_slots, chunk_slots])
         pages = int(table.num_pages[slots].max())
         num_tokens = len(decode) + sum(length for _, length in chunks)
@@ -348,31 +404,46 @@ class Scheduler:
         table.computed[decode_slots] += 1
         for sequence in decode:
             sequence.num_computed += 1
+        full = table.computed[decode_slots] % self.config.page_size == 0
+        filled = [decode[i] for i in np.flatnonzero(full).tolist()]
         for row, (sequence, length) in enumerate(chunks, start=len(decode)):
             sequence.num_computed += length
             table.computed[sequence.slot] += length
+            filled.append(sequence)
             if sequence.num_computed == sequence.num_tokens:
                 sampled.append((row, sequence))
-        sampled_slots = np.fromiter((s.slot for _, s in sampled), np.int32, len(sampled))
+        sampled_slots = slots_of([s for _, s in sampled])
         table.target[sampled_slots] += 1
         table.last_token[sampled_slots] = -(sampled_slots + 1)
         for _, sequence in sampled:
             sequence.num_pending += 1
 
         stats = self.stats
+        copies = self.cache.copies()
         stats.steps += 1
         stats.plan_tokens["real"] += num_tokens
         stats.plan_tokens["padded"] += key.tokens - num_tokens
+        stats.pages_copied["out"] += len(copies.out)
+        stats.pages_copied["back"] += len(copies.back)
         self._update_gauges()
         wants_logprobs = bool((table.num_logprobs[sampled_slots] >= 0).any())
-        use_sampler = wants_logprobs or bool(table.needs_sampler(sampled_slots).any())
-        return Step(plan, tuple(sampled), use_sampler, wants_logprobs)
+        return Step(
+            plan,
+            tuple(sampled),
+            tuple(Filled(s, s.num_computed, s.num_preemptions) for s in filled),
+            copies,
+            use_sampler=wants_logprobs or bool(table.needs_sampler(sampled_slots).any()),
+            wants_logprobs=wants_logprobs,
+        )
 
     def _update_gauges(self) -> None:
-        stats, pool = self.stats, self.pool
+        stats, cache = self.stats, self.cache
         stats.num_running, stats.num_waiting = len(self.running), len(self.waiting)
-        stats.pages_free, stats.pages_cached = pool.num_free, pool.num_cached
-        stats.pages_held = pool.num_held
+        stats.pages_free, stats.pages_cached = cache.pool.num_free, cache.pool.num_cached
+        stats.pages_held = cache.pool.num_held
+        host = cache.host
+        stats.host_pages["free"], stats.host_pages["cached"] = host.num_free, host.num_cached
+        stats.host_pages["held"] = host.num_held
 
     def check_invariants(self) -> None:
         """Assert what must hold after every call (see scheduler.invariants)."""

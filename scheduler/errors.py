@@ -58,12 +58,25 @@ class PromptExceedsPool(RequestError):
 
 
 class QueueFull(RequestError):
-    """The waiting queue is at its limit; `retry_after` is in seconds."""
+    """The waiting queue is at a limit: of `requests`, of prompt `tokens`, or of the predicted
+    `wait`. retry_after: seconds until there should be room, at the measured rate."""
 
     status = 429
 
-    def __init__(self, limit: int, retry_after: float):
-        super().__init__(
-            f"The waiting queue is full ({limit} requests). Retry later.", code="queue_full"
-        )
+    def __init__(self, limit: str, message: str, retry_after: float):
+        super().__init__(f"The waiting queue is full: {message}. Retry later.", code="queue_full")
+        self.limit = limit
         self.retry_after = retry_after
+
+
+class DeadlineExceeded(RequestError):
+    """The request's own timeout passed before it had made a token."""
+
+    status = 504
+
+    def __init__(self, timeout: float):
+        super().__init__(
+            f"The request's timeout of {timeout:g} s passed before its first token.",
+            param="timeout",
+            code="timeout",
+        )

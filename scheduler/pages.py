@@ -22,16 +22,18 @@ def pages_for(num_tokens: int, page_size: int) -> int:
 
 
 class PagePool:
-    """Reference-counted pages with a free list in eviction order (longest free first)."""
+    """Reference-counted pages. A page without references is free, or cached while its content may
+    still be hit; cached pages are evicted in the order in which they became so."""
 
     def __init__(self, num_pages: int, page_size: int):
         assert num_pages > 0
         assert page_size > 0
         self.num_pages = num_pages
         self.page_size = page_size
-        self._references = np.zeros(num_pages + 1, np.int32)  # int32[pages]
+        self._references = [0] * (num_pages + 1)  # by page
         self._references[0] = 1  # reserved
         self._free: deque[int] = deque(range(1, num_pages + 1))
+        self._cached: dict[int, None] = {}  # an ordered set
 
     @property
     def num_free(self) -> int:
@@ -40,39 +42,69 @@ class PagePool:
     @property
     def num_cached(self) -> int:
         """Unreferenced pages whose content may still be hit."""
-        return 0
+        return len(self._cached)
+
+    @property
+    def num_available(self) -> int:
+        """Pages that can be taken."""
+        return len(self._free) + len(self._cached)
 
     @property
     def num_held(self) -> int:
-        return self.num_pages - self.num_free - self.num_cached
+        return self.num_pages - self.num_available
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def oldest_cached(self) -> int | None:
+        """The page that take() would evict; None while there are free ones."""
+        return None if self._free else next(iter(self._cached), None)
 
     def take(self) -> int:
-        """One page, to be written by its taker. The caller has checked num_free."""
-        page = self._free.popleft()
+        """One page, to be written by its taker: a free one, else the oldest cached one, whose
+        content is lost. The caller has checked num_available."""
+        if self._free:
+            page = self._free.popleft()
+        else:
+            page = next(iter(self._cached))
+            del self._cached[page]
         assert self._references[page] == 0
         self._references[page] = 1
         return page
 
-    def free(self, pages: Iterable[int]) -> None:
-        """Drop one reference on each page; those without any left can be taken again."""
-        for page in pages:
-            assert page != 0, "page 0 is nobody's"
-            assert self._references[page] > 0, f"page {page} freed twice"
-            self._references[page] -= 1
-            if self._references[page] == 0:
+    def share(self, page: int) -> None:
+        """One more reference on a page that is held or cached."""
+        if self._references[page] == 0:
+            del self._cached[page]
+        self._references[page] += 1
+
+    def free(self, page: int, *, cached: bool = False) -> None:
+        """Drop one reference; without any left the page can be taken again. cached: its content
+        may be hit until then."""
+        assert page != 0, "page 0 is nobody's"
+        assert self._references[page] > 0, f"page {page} freed twice"
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            if cached:
+                self._cached[page] = None
+            else:
                 self._free.append(page)
+
+    def uncache(self) -> None:
+        """No content may be hit any more."""
+        self._free.extend(self._cached)
+        self._cached.clear()
 
     def check(self, owners: Iterable[Iterable[int]]) -> None:
         """Assert the ledger: references are exactly what the owners hold, and every page is
         accounted for."""
-        expected = np.zeros_like(self._references)
+        expected = np.zeros(self.num_pages + 1, np.int64)
         expected[0] = 1
         for pages in owners:
-            for page in pages:
-                expected[page] += 1
-        assert np.array_equal(expected, self._references), "page references differ from the owners'"
-        free = set(self._free)
-        assert len(free) == len(self._free), "a page is twice in the free list"
-        assert all(self._references[page] == 0 for page in free), "a held page is in the free list"
+            np.add.at(expected, np.asarray(list(pages), np.int64), 1)
+        assert expected.tolist() == self._references, "page references differ from the owners'"
+        unheld = [*self._free, *self._cached]
+        assert len(set(unheld)) == len(unheld), "a page is twice in the free list"
+        assert all(self._references[page] == 0 for page in unheld), "a held page is in a free list"
         assert self.num_free + self.num_cached + self.num_held == self.num_pages
-        assert self.num_held == int((self._references[1:] > 0).sum())
+        assert self.num_held == sum(count > 0 for count in self._references[1:])

@@ -1,68 +1,146 @@
-"""The order of the waiting queue. A policy gives each sequence a sort key; the queue does the
-rest."""
+"""The order of the waiting queue, and who may take a running row's place. A policy is a value; it
+makes the queue that keeps its order. Knows nothing of pages, slots or time."""
 
 from __future__ import annotations
 
-import heapq
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
+from scheduler.fair import FairShare
+from scheduler.heap import Heap
+from scheduler.lengths import LengthModel
 from scheduler.request import Sequence
 
 
-class QueuePolicy(Protocol):
-    """Smaller keys start first. A key must not change while its sequence waits."""
+class WaitingQueue(Protocol):
+    """Sequences that wait, each once. Any may be removed; `peek` names the one that `pop` takes.
 
-    def key(self, sequence: Sequence) -> tuple[float, ...]: ...
+    A preempted sequence is pushed again. Within its class (priority, tenant) it comes back to its
+    arrival place, because `Sequence.order` decides there.
+    """
+
+    def __len__(self) -> int: ...
+    def __contains__(self, sequence: Sequence) -> bool: ...
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """Those that wait now, in no order that matters; the queue may change meanwhile."""
+        ...
+
+    def push(self, sequence: Sequence) -> None: ...
+    def remove(self, sequence: Sequence) -> None: ...
+    def peek(self) -> Sequence | None: ...
+    def pop(self) -> Sequence: ...
+
+    def charge(self, sequence: Sequence, prompt_tokens: int, output_tokens: int) -> None:
+        """Tokens that the sequence has been served. A token is charged once, when it is served for
+        the first time: not when preemption makes a prompt or an output be computed again."""
+        ...
+
+
+class QueuePolicy(Protocol):
+    def queue(self) -> WaitingQueue:
+        """A fresh queue in this order."""
+        ...
+
+    def outranks(self, waiting: Sequence, running: Sequence) -> bool:
+        """May `waiting` preempt `running`? Never both ways, so two rows can't push each other out
+        for ever (vllm#40004)."""
+        ...
+
+
+class KeyedQueue:
+    """Smallest key first, equal keys by arrival. The key is taken when a sequence is pushed, and
+    stays while it waits. Every operation is O(log n), whatever waits."""
+
+    def __init__(self, key: Callable[[Sequence], float]):
+        self._key = key
+        self._heap: Heap[Sequence] = Heap()
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def __contains__(self, sequence: Sequence) -> bool:
+        return sequence.order in self._heap
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._heap)
+
+    def push(self, sequence: Sequence) -> None:
+        self._heap.push(self._key(sequence), sequence.order, sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        self._heap.remove(sequence.order)
+
+    def peek(self) -> Sequence | None:
+        return self._heap.peek()
+
+    def pop(self) -> Sequence:
+        return self._heap.pop()
+
+    def charge(self, sequence: Sequence, prompt_tokens: int, output_tokens: int) -> None:
+        """No order here depends on what was served."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fcfs:
-    """First come, first served. A preempted sequence keeps its arrival place."""
+    """First come, first served."""
 
-    def key(self, sequence: Sequence) -> tuple[float, ...]:
-        return (sequence.order,)
+    def queue(self) -> WaitingQueue:
+        return KeyedQueue(lambda sequence: 0)
+
+    def outranks(self, waiting: Sequence, running: Sequence) -> bool:
+        return False
 
 
-POLICIES: dict[str, QueuePolicy] = {"fcfs": Fcfs()}
+@dataclass(frozen=True, slots=True)
+class Priority:
+    """Lower `options.priority` first, then arrival. A waiting sequence preempts only rows of
+    strictly lower importance. Nothing ages: under a steady load of important requests the others
+    wait until their deadlines."""
+
+    def queue(self) -> WaitingQueue:
+        return KeyedQueue(lambda sequence: sequence.request.options.priority)
+
+    def outranks(self, waiting: Sequence, running: Sequence) -> bool:
+        return waiting.request.options.priority < running.request.options.priority
 
 
-class WaitingQueue:
-    """A heap with lazy removal: every operation is O(log n), whatever waits."""
+@dataclass(frozen=True, slots=True)
+class ShortestPredicted:
+    """Least predicted work first, in tokens: those still to compute and those still to come.
 
-    def __init__(self, policy: QueuePolicy):
-        self._policy = policy
-        self._heap: list[tuple[tuple[float, ...], int, Sequence]] = []
-        self._members: dict[int, Sequence] = {}  # by order
+    `ageing`, in tokens a second, keeps long requests from starving. Each second of waiting is
+    worth that many tokens, so the order at any moment is that of `work + ageing * arrival`, which
+    does not change while a sequence waits. A request of W tokens can be overtaken only by requests
+    that arrive less than W / ageing seconds after it; from then on it is ahead of every newcomer,
+    and waits at most for what is ahead of it by then.
+    """
 
-    def __len__(self) -> int:
-        return len(self._members)
+    lengths: LengthModel
+    ageing: float = 100.0  # tokens a second
 
-    def __contains__(self, sequence: Sequence) -> bool:
-        return sequence.order in self._members
+    def __post_init__(self) -> None:
+        assert self.ageing > 0, "without ageing, long requests starve"
 
-    def push(self, sequence: Sequence) -> None:
-        assert sequence not in self
-        self._members[sequence.order] = sequence
-        heapq.heappush(self._heap, (self._policy.key(sequence), sequence.order, sequence))
+    def queue(self) -> WaitingQueue:
+        return KeyedQueue(self._key)
 
-    def remove(self, sequence: Sequence) -> None:
-        del self._members[sequence.order]
-        if len(self._heap) > 2 * len(self._members) + 64:
-            self._heap = [entry for entry in self._heap if entry[1] in self._members]
-            heapq.heapify(self._heap)
+    def outranks(self, waiting: Sequence, running: Sequence) -> bool:
+        return False
 
-    def peek(self) -> Sequence | None:
-        while self._heap and self._heap[0][1] not in self._members:
-            heapq.heappop(self._heap)
-        return self._heap[0][2] if self._heap else None
+    def _key(self, sequence: Sequence) -> float:
+        request, lengths = sequence.request, self.lengths
+        to_come = lengths.expected(
+            lengths.profile(request), sequence.num_output, request.max_tokens
+        )
+        work = sequence.num_tokens - sequence.num_computed + to_come
+        return work + self.ageing * request.arrival
 
-    def pop(self) -> Sequence:
-        sequence = self.peek()
-        assert sequence is not None
-        heapq.heappop(self._heap)
-        del self._members[sequence.order]
-        return sequence
 
-    def __iter__(self):
-        return iter(list(self._members.values()))
+POLICIES: dict[str, Callable[[LengthModel], QueuePolicy]] = {
+    "fcfs": lambda lengths: Fcfs(),
+    "priority": lambda lengths: Priority(),
+    "shortest": ShortestPredicted,
+    "fair": lambda lengths: FairShare(),
+}

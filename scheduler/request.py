@@ -212,7 +212,13 @@ class Sequence:
     num_computed: int = 0
     num_pending: int = 0
     num_preemptions: int = 0
+    most_computed: int = 0  # before the last preemption: what lies below is computed again
     pages: list[int] = field(default_factory=list[int])
+    num_shared: int = 0  # tokens in pages that it found when it started
+    num_learnt: int = 0  # leading pages that the prefix index has seen
+    hashes: list[bytes] = field(default_factory=list[bytes])  # the root's, then one a full page
+    claims: list[bytes] = field(default_factory=list[bytes])  # pages that the host keeps for it
+    profile: int = 0  # the length model's
     finish_reason: str | None = None
     first_token_at: float | None = None  # seconds, the engine's clock
     last_token_at: float = 0.0

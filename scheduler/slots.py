@@ -20,7 +20,11 @@ class SlotTable:
         self.computed = np.zeros(max_slots, np.int32)  # int32[slots]
         self.target = np.zeros(max_slots, np.int32)  # int32[slots] tokens, those in flight included
         self.limit = np.zeros(max_slots, np.int32)  # int32[slots] target never passes it
+        self.max_tokens = np.zeros(max_slots, np.int32)  # int32[slots] of output
+        self.profile = np.zeros(max_slots, np.int64)  # int64[slots] the length model's
         self.num_pages = np.zeros(max_slots, np.int32)  # int32[slots]
+        self.num_shared = np.zeros(max_slots, np.int32)  # int32[slots] of these, found at the start
+        self.protected = np.zeros(max_slots, np.bool_)  # bool[slots] never a victim
         self.block_tables = np.zeros((max_slots, max_pages), np.int32)
         # the token at target - 1: its id, or -(slot + 1) for "the last one sampled for this slot"
         self.last_token = np.zeros(max_slots, np.int32)
@@ -39,15 +43,20 @@ class SlotTable:
     def num_free(self) -> int:
         return len(self._free)
 
-    def enter(self, sequence: Sequence) -> None:
-        """Give a sequence a slot and write its row of every array."""
+    def enter(self, sequence: Sequence, *, protected: bool = False) -> None:
+        """Give a sequence a slot and write its row of every array, its pages included."""
         slot = self._free.pop()
         sequence.slot = slot
         request, params = sequence.request, sequence.request.params
         self.computed[slot] = sequence.num_computed
         self.target[slot] = sequence.num_tokens
         self.limit[slot] = len(request.prompt) + request.max_tokens
-        self.num_pages[slot] = 0
+        self.max_tokens[slot] = request.max_tokens
+        self.profile[slot] = sequence.profile
+        self.num_pages[slot] = len(sequence.pages)
+        self.block_tables[slot, : len(sequence.pages)] = sequence.pages
+        self.num_shared[slot] = sequence.num_shared // self.page_size
+        self.protected[slot] = protected
         self.last_token[slot] = sequence.tokens[-1]
         self.temperature[slot] = params.temperature
         self.top_k[slot] = min(max(params.top_k, 0), 2**31 - 1)

@@ -38,14 +38,25 @@ class Stats:
     pages_free: int = 0
     pages_cached: int = 0
     pages_held: int = 0
+    pages_reserved: int = 0  # set aside for the growth of running sequences
+    queue_tokens: int = 0  # tokens of waiting sequences
+    recomputed_tokens: int = 0  # computed before a preemption, and once more after it
+    host_pages: Counter[str] = field(default_factory=lambda: _zeros("free", "cached", "held"))
+    pages_copied: Counter[str] = field(default_factory=lambda: _zeros("out", "back"))
+    prefix_tokens: Counter[str] = field(
+        default_factory=lambda: _zeros("queried", "hit", "hit_host")
+    )
+    requests_refused: Counter[str] = field(
+        default_factory=lambda: _zeros("requests", "tokens", "wait")
+    )
     prompt_tokens: int = 0
     generation_tokens: int = 0
     steps: int = 0
-    preemptions: Counter[str] = field(default_factory=lambda: _zeros("recompute"))
+    preemptions: Counter[str] = field(default_factory=lambda: _zeros("recompute", "swap"))
     compilations: Counter[str] = field(default_factory=lambda: _zeros("warmup", "serving"))
     plan_tokens: Counter[str] = field(default_factory=lambda: _zeros("real", "padded"))
     finished: Counter[str] = field(
-        default_factory=lambda: _zeros("stop", "length", "abort", "error")
+        default_factory=lambda: _zeros("stop", "length", "abort", "error", "timeout")
     )
     time_to_first_token: Histogram = field(default_factory=lambda: Histogram(TTFT_BOUNDS))
     inter_token_latency: Histogram = field(default_factory=lambda: Histogram(INTER_TOKEN_BOUNDS))

@@ -79,19 +79,23 @@ class Executable:
 
 
 @dataclass(frozen=True, slots=True)
-class _Stage:
+class Stage:
+    """A compiled function. Called with other shapes or dtypes it raises."""
+
     run: Callable[..., Any]
     results: Any  # ShapeDtypeStructs
     temp: int  # bytes, with the results that are not donated arguments
     aliased: int
 
 
-def _compile(function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()) -> _Stage:
+def compile_stage(
+    function: Callable[..., Any], *arguments: Any, donate: tuple[int, ...] = ()
+) -> Stage:
     lowered = jax.jit(function, donate_argnums=donate).lower(*arguments)
     compiled = lowered.compile()
     memory = compiled.memory_analysis()
     assert memory is not None, "this backend does not say what memory a program needs"
-    return _Stage(
+    return Stage(
         compiled,
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), lowered.out_info),
         memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes,
@@ -104,18 +108,18 @@ def compile_step(stages: Stages, weights: Weights, state: DeviceState, group: in
     time."""
     start = time.perf_counter()
     plan = jax.ShapeDtypeStruct((plan_layout(stages.key).size,), "int32")
-    front = _compile(stages.front, weights.decoder, state.last_tokens, plan)
+    front = compile_stage(stages.front, weights.decoder, state.last_tokens, plan)
     hidden, shared = front.results
-    by_size: dict[int, _Stage] = {}
-    groups: list[tuple[_Stage, slice]] = []
+    by_size: dict[int, Stage] = {}
+    groups: list[tuple[Stage, slice]] = []
     for first in range(0, len(weights.layers), group):
         part = slice(first, min(first + group, len(weights.layers)))
         size = part.stop - part.start
         if size not in by_size:
             arguments = (weights.layers[part], state.pools[part], hidden, shared)
-            by_size[size] = _compile(stages.layers, *arguments, donate=(1, 2))
+            by_size[size] = compile_stage(stages.layers, *arguments, donate=(1, 2))
         groups.append((by_size[size], part))
-    back = _compile(stages.back, weights.decoder, hidden, state.last_tokens, plan, donate=(2,))
+    back = compile_stage(stages.back, weights.decoder, hidden, state.last_tokens, plan, donate=(2,))
     return Executable(
         front=front.run,
         groups=tuple((stage.run, part) for stage, part in groups),
@@ -123,8 +127,8 @@ def compile_step(stages: Stages, weights: Weights, state: DeviceState, group: in
         compile_seconds=time.perf_counter() - start,
         memory=StepMemory(
             temp=max(stage.temp for stage in (front, back, *by_size.values())),
-            aliased=sum(stage.aliased - _bytes(hidden) for stage, _ in groups) + back.aliased,
-            donated=_bytes(state),
+            aliased=sum(stage.aliased - num_bytes(hidden) for stage, _ in groups) + back.aliased,
+            donated=num_bytes(state),
         ),
     )
 
@@ -142,7 +146,7 @@ class Sampler:
 def compile_sampler(rows: int, vocab_size: int, last_tokens: Any) -> Sampler:
     """The sampler for this many rows."""
     logits, lanes = _sampler_input(rows, vocab_size)
-    stage = _compile(sampler, logits, last_tokens, lanes, donate=(1,))
+    stage = compile_stage(sampler, logits, last_tokens, lanes, donate=(1,))
     return Sampler(stage.run, rows, stage.temp)
 
 
@@ -161,7 +165,7 @@ def widen_sampler(wide: Sampler, rows: int, vocab_size: int) -> Sampler:
 
         return pad(logits, 0), {name: pad(a, padding.get(name, 0)) for name, a in lanes.items()}
 
-    stage = _compile(widen, logits, lanes)
+    stage = compile_stage(widen, logits, lanes)
 
     def run(
         logits: jax.Array, last_tokens: jax.Array, lanes: SamplerInput
@@ -180,7 +184,7 @@ def _sampler_input(rows: int, vocab_size: int) -> tuple[Any, SamplerInput]:
     return jax.ShapeDtypeStruct((rows, vocab_size), "float32"), sampler_lanes(lanes)
 
 
-def _bytes(tree: Any) -> int:
+def num_bytes(tree: Any) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 

@@ -26,6 +26,7 @@ from jaxserve.server.errors import (
 from jaxserve.server.fields import parse_object
 from jaxserve.server.merge import merge
 from jaxserve.server.metrics import CONTENT_TYPE, make_registry, render
+from jaxserve.server.options import read_caller
 from jaxserve.server.protocol import (
     Common,
     Prompt,
@@ -35,8 +36,15 @@ from jaxserve.server.protocol import (
     parse_detokenize,
     parse_tokenize,
 )
-from jaxserve.server.respond import answer_stream, answer_whole
-from jaxserve.server.shapes import ChatShape, ChunkWriter, CompletionShape, Head, Shape
+from jaxserve.server.respond import Limits, answer_stream, answer_whole
+from jaxserve.server.shapes import (
+    AnswerWriter,
+    ChatShape,
+    ChunkWriter,
+    CompletionShape,
+    Head,
+    Shape,
+)
 from scheduler.errors import InvalidParameter
 
 MAX_BODY = 16 * 2**20  # bytes of a request body
@@ -49,6 +57,7 @@ class Front:
 
     client: EngineClient
     slow_reader_timeout: float  # seconds
+    keepalive: float  # seconds
     started: int  # seconds since 1970
     draining: bool = False
 
@@ -75,14 +84,17 @@ def create_app(
     client: EngineClient,
     *,
     slow_reader_timeout: float = 30.0,
+    keepalive: float = 5.0,
     max_body_bytes: int = MAX_BODY,
 ) -> web.Application:
     """slow_reader_timeout: seconds that one write may wait for a client that does not read.
+    keepalive: seconds after which a silent stream gets a comment (math.inf: never).
 
     Serve it with `handler_cancellation=True` (lifecycle.py does), or leaving clients go unnoticed.
     """
+    assert keepalive > 0, "a comment after every 0 seconds"
     app = web.Application(middlewares=[errors_as_json], client_max_size=max_body_bytes)
-    app[FRONT] = Front(client, slow_reader_timeout, int(time.time()))
+    app[FRONT] = Front(client, slow_reader_timeout, keepalive, int(time.time()))
     app[MAX_BODY_BYTES] = max_body_bytes
     registry = make_registry(client.stats)
 
@@ -90,6 +102,7 @@ def create_app(
         return web.Response(body=render(registry), headers={"Content-Type": CONTENT_TYPE})
 
     app.router.add_get("/health", health)
+    app.router.add_get("/ready", health)
     app.router.add_get("/metrics", metrics)
     app.router.add_get("/v1/models", list_models)
     app.router.add_get("/v1/models/{model:.+}", get_model)
@@ -132,19 +145,21 @@ async def get_model(request: web.Request) -> web.Response:
 async def completions(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
     body = await _read(request, front)
-    asked = parse_completion(body, front.client.vocab_size)
+    arrival = time.monotonic()
+    asked = parse_completion(body, front.client.vocab_size, read_caller(request))
     front.require_model(asked.common.model)
     prompts = await _prompt_ids(front.client, asked.prompts)
-    return await _answer(request, front, CompletionShape(), asked.common, prompts)
+    return await _answer(request, front, CompletionShape(), asked.common, prompts, arrival)
 
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     front = request.app[FRONT]
     body = await _read(request, front)
-    asked = parse_chat(body)
+    arrival = time.monotonic()
+    asked = parse_chat(body, read_caller(request))
     front.require_model(asked.common.model)
     ids = await _chat_ids(front.client, asked.messages)
-    return await _answer(request, front, ChatShape(), asked.common, [ids])
+    return await _answer(request, front, ChatShape(), asked.common, [ids], arrival)
 
 
 async def tokenize(request: web.Request) -> web.Response:
@@ -207,7 +222,12 @@ async def _chat_ids(client: EngineClient, messages: list[dict[str, Any]]) -> lis
 
 
 async def _answer(
-    request: web.Request, front: Front, shape: Shape, common: Common, prompts: list[list[int]]
+    request: web.Request,
+    front: Front,
+    shape: Shape,
+    common: Common,
+    prompts: list[list[int]],
+    arrival: float,
 ) -> web.StreamResponse:
     caller_id = common.request_id or request.get(CALLER_ID)
     unique = uuid.uuid4().hex
@@ -222,29 +242,25 @@ async def _answer(
         num_choices=n * len(prompts),
         logprobs=common.params.logprobs,
     )
-    stream = _submit(front, request_id, common, prompts)
+    limits = Limits(common.options.timeout, front.slow_reader_timeout, front.keepalive)
+    stream = _submit(front, request_id, common, prompts, arrival)
     try:
         if not common.stream:
-            return await answer_whole(request, stream, shape, head, front.slow_reader_timeout)
+            return await answer_whole(request, stream, AnswerWriter(shape, head), limits)
         writer = ChunkWriter(shape, head, common.include_usage, common.continuous_usage)
-        return await answer_stream(request, stream, writer, front.slow_reader_timeout)
+        return await answer_stream(request, stream, writer, limits)
     finally:
         stream.abort()
 
 
-def _submit(front: Front, request_id: str, common: Common, prompts: list[list[int]]) -> Stream:
-    """All prompts or none: what was added before one is refused is aborted."""
+def _submit(
+    front: Front, request_id: str, common: Common, prompts: list[list[int]], arrival: float
+) -> Stream:
     front.require_ready()  # again: reading and encoding may have taken long
-    arrival = time.monotonic()
-    streams: list[Stream] = []
-    try:
-        for i, ids in enumerate(prompts):
-            part_id = request_id if len(prompts) == 1 else f"{request_id}-{i}"
-            streams.append(front.client.submit(part_id, ids, common.params, arrival=arrival))
-    except BaseException:
-        for stream in streams:
-            stream.abort()
-        raise
+    requests = [(f"{request_id}-{i}", ids) for i, ids in enumerate(prompts)]
+    if len(prompts) == 1:
+        requests = [(request_id, prompts[0])]
+    streams = front.client.submit(requests, common.params, common.options, arrival=arrival)
     return merge(streams, common.params.n)
 
 

@@ -6,13 +6,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Protocol, Self
 
 from jaxserve.outputs import Delta
-from scheduler.request import SamplingParams
+from scheduler.request import RequestOptions, SamplingParams
 
 State = Literal["loading", "ready", "draining", "stuck", "failed"]
 
 
 class Stream(Protocol):
-    """The answer to one prompt: (choice, delta) pairs until every choice has its finish_reason."""
+    """The answer to one prompt: (choice, delta) pairs until every choice has its finish_reason.
+
+    finish_reason "timeout": the deadline came first; "abort": the server is ending. What had been
+    made until then has been delivered.
+    """
 
     def __aiter__(self) -> Self: ...
 
@@ -42,15 +46,27 @@ class StatsSnapshot(Protocol):
     @property
     def num_waiting(self) -> int: ...
     @property
+    def queue_tokens(self) -> int: ...
+    @property
     def pages_free(self) -> int: ...
     @property
     def pages_cached(self) -> int: ...
     @property
     def pages_held(self) -> int: ...
     @property
+    def pages_reserved(self) -> int: ...
+    @property
+    def host_pages(self) -> Mapping[str, int]: ...  # free, cached, held
+    @property
+    def pages_copied(self) -> Mapping[str, int]: ...  # out, back
+    @property
     def prompt_tokens(self) -> int: ...
     @property
     def generation_tokens(self) -> int: ...
+    @property
+    def prefix_tokens(self) -> Mapping[str, int]: ...  # queried, hit, hit_host
+    @property
+    def recomputed_tokens(self) -> int: ...
     @property
     def preemptions(self) -> Mapping[str, int]: ...
     @property
@@ -59,6 +75,8 @@ class StatsSnapshot(Protocol):
     def plan_tokens(self) -> Mapping[str, int]: ...
     @property
     def finished(self) -> Mapping[str, int]: ...
+    @property
+    def requests_refused(self) -> Mapping[str, int]: ...  # requests, tokens, wait
     @property
     def time_to_first_token(self) -> HistogramLike: ...
     @property
@@ -99,11 +117,18 @@ class EngineClient(Protocol):
         ...
 
     def submit(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, arrival: float
-    ) -> Stream:
-        """Add all `params.n` choices or none. `request_id` is unique; arrival: time.monotonic().
+        self,
+        requests: Sequence[tuple[str, list[int]]],
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        arrival: float,
+    ) -> Sequence[Stream]:
+        """Add `params.n` choices of every (unique request id, prompt), or nothing at all.
 
-        Raises RequestError at once: PromptTooLong, PromptExceedsPool, QueueFull.
+        One stream per prompt, in order. arrival: time.monotonic() when the request had come in;
+        its deadline counts from there, and may have passed. Raises RequestError before anything is
+        added: PromptTooLong, PromptExceedsPool, QueueFull (all choices of all prompts count).
         """
         ...
 

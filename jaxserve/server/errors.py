@@ -11,13 +11,14 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.web_protocol import RequestPayloadError
 
-from scheduler.errors import QueueFull, RequestError
+from scheduler.errors import DeadlineExceeded, QueueFull, RequestError
 
 log = logging.getLogger(__name__)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 RETRY_AFTER = 1.0  # seconds; what a client is told when the engine is not ready
+MAX_RETRY_AFTER = 600.0  # seconds; a longer forecast of the queue is no forecast
 
 
 class MalformedBody(RequestError):
@@ -94,7 +95,10 @@ def error_body(
 def error_response(error: RequestError) -> web.Response:
     headers: dict[str, str] = {}
     if isinstance(error, QueueFull | NotReady):
-        headers["Retry-After"] = str(max(1, math.ceil(error.retry_after)))
+        seconds = min(max(1.0, error.retry_after), MAX_RETRY_AFTER)  # 1 for NaN
+        headers["Retry-After"] = str(math.ceil(seconds))
+    if isinstance(error, DeadlineExceeded):
+        headers["X-Should-Retry"] = "false"  # OpenAI's clients would ask, and wait, twice more
     body = error_body(error.message, error.status, error.param, error.code)
     return web.json_response(body, status=error.status, headers=headers)
 

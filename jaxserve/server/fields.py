@@ -64,6 +64,12 @@ class Fields:
             raise InvalidParameter(self._path + name, f"must be {limit}, got {value}")
         return value
 
+    def number(self, name: str) -> float | None:
+        value = self.take(name)
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise InvalidParameter(self._path + name, f"must be a number, got {short(value)}")
+        return value
+
     def object(self, name: str) -> dict[str, Any] | None:
         value = self.take(name)
         if value is not None and not isinstance(value, dict):

@@ -46,6 +46,7 @@ class Server:
         *,
         drain_timeout: float = 30.0,
         slow_reader_timeout: float = 30.0,
+        keepalive: float = 5.0,
         max_body_bytes: int = MAX_BODY,
         on_ready: Callable[[], None] = lambda: None,
         on_stop: Callable[[], None] = lambda: None,
@@ -58,7 +59,10 @@ class Server:
         self._on_stop = on_stop
         self._exit_now = exit_now
         self._app = create_app(
-            client, slow_reader_timeout=slow_reader_timeout, max_body_bytes=max_body_bytes
+            client,
+            slow_reader_timeout=slow_reader_timeout,
+            keepalive=keepalive,
+            max_body_bytes=max_body_bytes,
         )
         self._stop = asyncio.Event()
 

@@ -28,15 +28,33 @@ class EngineCollector(Collector):
         s = self._stats()
         yield _gauge("num_requests_running", "Sequences that take part in steps.", s.num_running)
         yield _gauge("num_requests_waiting", "Sequences in the queue.", s.num_waiting)
+        yield _gauge("queue_tokens", "Tokens of the sequences in the queue.", s.queue_tokens)
+        yield _counters("requests_refused", "Requests refused.", "limit", s.requests_refused)
         pages = {"free": s.pages_free, "cached": s.pages_cached, "held": s.pages_held}
-        family = GaugeMetricFamily("jaxserve_kv_pages", "KV pages by state.", labels=["state"])
-        for state, count in pages.items():
-            family.add_metric([state], count)
-        yield family
+        yield _gauges("kv_pages", "KV pages by state.", "state", pages)
+        yield _gauge(
+            "kv_pages_reserved", "KV pages set aside for tokens still to come.", s.pages_reserved
+        )
+        yield _gauges("host_kv_pages", "KV pages in host memory by state.", "state", s.host_pages)
+        yield _counters(
+            "pages_copied",
+            "KV pages copied out to the host, and back.",
+            "direction",
+            s.pages_copied,
+        )
         yield _counter(
             "prompt_tokens", "Prompt tokens of queued requests, once per choice.", s.prompt_tokens
         )
         yield _counter("generation_tokens", "Tokens generated.", s.generation_tokens)
+        yield _counters(
+            "prefix_tokens",
+            "Prompt tokens looked up in the prefix cache, and those found there.",
+            "kind",
+            s.prefix_tokens,
+        )
+        yield _counter(
+            "recomputed_tokens", "Tokens computed again after a preemption.", s.recomputed_tokens
+        )
         yield _counters("preemptions", "Sequences preempted.", "mode", s.preemptions)
         yield _counters("compilations", "XLA compilations.", "phase", s.compilations)
         yield _counters("plan_tokens", "Tokens in batch plans.", "kind", s.plan_tokens)
@@ -62,6 +80,13 @@ def render(registry: CollectorRegistry) -> bytes:
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"jaxserve_{name}", text, value=value)
+
+
+def _gauges(name: str, text: str, label: str, values: Mapping[str, int]) -> GaugeMetricFamily:
+    family = GaugeMetricFamily(f"jaxserve_{name}", text, labels=[label])
+    for key, value in list(values.items()):
+        family.add_metric([key], value)
+    return family
 
 
 def _counter(name: str, text: str, value: float) -> CounterMetricFamily:

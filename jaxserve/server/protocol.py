@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from jaxserve.server.fields import Fields, short
+from jaxserve.server.options import Caller, read_options
 from scheduler.errors import InvalidParameter, UnsupportedParameter
-from scheduler.request import MAX_LOGPROBS, SamplingParams
+from scheduler.request import MAX_LOGPROBS, RequestOptions, SamplingParams
 
 MAX_PROMPTS = 2048  # prompts in one completion request, and choices of all of them
 MAX_TEMPERATURE = 2.0
@@ -42,7 +43,6 @@ _SAMPLING = (
 _NEUTRAL_BOTH: dict[str, tuple[object, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "priority": (0,),
     "use_beam_search": (False,),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
@@ -70,7 +70,7 @@ _NEUTRAL_CHAT: dict[str, tuple[object, ...]] = {
     "continue_final_message": (False,),
 }
 # Labels: they say who asks and why, and have no effect on the answer.
-_LABELS = ("user", "safety_identifier", "prompt_cache_key")
+_LABELS = ("safety_identifier", "prompt_cache_key")
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -83,6 +83,7 @@ class Common:
 
     model: str | None
     params: SamplingParams
+    options: RequestOptions
     stream: bool
     include_usage: bool  # one more chunk at the end
     continuous_usage: bool  # usage in every chunk
@@ -108,13 +109,13 @@ def check_request_id(value: str, param: str) -> str:
     return value
 
 
-def parse_completion(body: dict[str, Any], vocab_size: int) -> CompletionRequest:
+def parse_completion(body: dict[str, Any], vocab_size: int, caller: Caller) -> CompletionRequest:
     """Raises InvalidParameter, UnsupportedParameter or UnrecognizedArgument, naming the field."""
     fields = Fields(body)
     prompts = _prompts(fields.take("prompt"), vocab_size)
     logprobs = fields.integer("logprobs", 0, MAX_LOGPROBS)
     _best_of(fields, body.get("n"))
-    common = _common(fields, _NEUTRAL_COMPLETION, logprobs, DEFAULT_MAX_TOKENS)
+    common = _common(fields, caller, _NEUTRAL_COMPLETION, logprobs, DEFAULT_MAX_TOKENS)
     choices = len(prompts) * common.params.n
     if choices > MAX_PROMPTS:
         raise InvalidParameter(
@@ -123,7 +124,7 @@ def parse_completion(body: dict[str, Any], vocab_size: int) -> CompletionRequest
     return CompletionRequest(common, prompts)
 
 
-def parse_chat(body: dict[str, Any]) -> ChatRequest:
+def parse_chat(body: dict[str, Any], caller: Caller) -> ChatRequest:
     """Raises InvalidParameter, UnsupportedParameter or UnrecognizedArgument, naming the field."""
     fields = Fields(body)
     messages = _messages(fields.take("messages"))
@@ -132,7 +133,7 @@ def parse_chat(body: dict[str, Any]) -> ChatRequest:
     if top is not None and not wanted:
         raise InvalidParameter("top_logprobs", "is only allowed when logprobs is true")
     logprobs = (top or 0) if wanted else None
-    common = _common(fields, _NEUTRAL_CHAT, logprobs, None)
+    common = _common(fields, caller, _NEUTRAL_CHAT, logprobs, None)
     return ChatRequest(common, messages)
 
 
@@ -160,6 +161,7 @@ def parse_detokenize(body: dict[str, Any], vocab_size: int) -> tuple[str | None,
 
 def _common(
     fields: Fields,
+    caller: Caller,
     neutral: dict[str, tuple[object, ...]],
     logprobs: int | None,
     default_max_tokens: int | None,
@@ -170,6 +172,7 @@ def _common(
     request_id = fields.text("request_id")
     if request_id is not None:
         check_request_id(request_id, "request_id")
+    options = read_options(fields, caller)
     max_tokens = _max_tokens(fields, default_max_tokens)
     given = {name: fields.take(name) for name in _SAMPLING}
     for name, accepted in (_NEUTRAL_BOTH | neutral).items():
@@ -188,7 +191,7 @@ def _common(
         logprobs=logprobs,
         **{name: value for name, value in given.items() if value is not None},
     )
-    return Common(model, params, stream, include_usage, continuous_usage, request_id)
+    return Common(model, params, options, stream, include_usage, continuous_usage, request_id)
 
 
 def _max_tokens(fields: Fields, default: int | None) -> int | None:

@@ -14,6 +14,7 @@ from jaxserve.outputs import Delta
 from jaxserve.server.logprobs import Position, TextOffsets, chat_logprobs, legacy_logprobs
 
 DONE = b"data: [DONE]\n\n"
+_CUT = ("timeout", "abort")  # the finish reasons that may come before the first token
 
 # ASCII output: some clients split lines at U+2028 or U+0085, which JSON need not escape.
 dumps = json.dumps
@@ -114,6 +115,13 @@ def usage(head: Head, choices: list[Choice]) -> dict[str, int]:
     }
 
 
+def empty_end(choices: list[Choice]) -> str | None:
+    """The reason of _CUT that ended the answer before any choice had a token, if one did."""
+    if any(choice.num_tokens for choice in choices):
+        return None
+    return next((c.finish_reason for c in choices if c.finish_reason in _CUT), None)
+
+
 class AnswerWriter:
     """Gathers a whole answer."""
 
@@ -126,6 +134,9 @@ class AnswerWriter:
         choice = self._choices[index]
         choice.texts.append(delta.text)
         choice.see(delta)
+
+    def empty_end(self) -> str | None:
+        return empty_end(self._choices)
 
     def answer(self) -> dict[str, object]:
         head, shape = self._head, self._shape
@@ -162,9 +173,11 @@ class ChunkWriter:
             f'"model":{dumps(head.model)},"choices":['
         )
         self._end = ',"usage":null}\n\n' if include_usage else "}\n\n"
+        self._held: list[bytes] = []  # ends of choices, while no choice has a token
 
     def chunk(self, index: int, delta: Delta) -> bytes | None:
-        """None while there is nothing to show: text that is held back shows with the next chunk."""
+        """None while there is nothing to show: text that is held back shows with the next chunk,
+        and the end of a choice before the first token of any, with that token."""
         choice = self._choices[index]
         choice.see(delta)
         reason = delta.finish_reason
@@ -183,9 +196,19 @@ class ChunkWriter:
         end = self._end
         if self._continuous_usage:
             end = f',"usage":{dumps(usage(self._head, self._choices))}}}\n\n'
-        return (
+        chunk = (
             f'{self._start}{{"index":{index},{text},"logprobs":{logprobs},{finish}{end}'
         ).encode("ascii")
+        if reason in _CUT and not any(choice.num_tokens for choice in self._choices):
+            self._held.append(chunk)
+            return None
+        if self._held:
+            chunk = b"".join(self._held) + chunk
+            self._held.clear()
+        return chunk
+
+    def empty_end(self) -> str | None:
+        return empty_end(self._choices)
 
     def end(self) -> bytes:
         """The usage chunk, if it was asked for, and the end mark."""

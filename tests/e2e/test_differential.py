@@ -2,20 +2,21 @@
 alone.
 
 Greedy and seeded in float32, for chunk sizes, token budgets, bucket settings, page sizes,
-lookahead, streaming, and a pool so small that preemption must happen. Everything that is new joins
-this matrix.
+lookahead, streaming, prefix hits, queue orders, admission rules, and a pool so small that rows must
+be preempted, by swapping and by computing again. Everything that is new joins this matrix.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxserve import LLM, RequestOutput, SamplingParams
+from jaxserve import LLM, RequestOptions, RequestOutput, SamplingParams
+from scheduler.preemption import PreemptionCosts
 from scheduler.request import Request
 
 Case = tuple[list[int], SamplingParams]
@@ -28,7 +29,9 @@ BASE: dict[str, Any] = {
     "row_buckets": "pow2",
     "token_buckets": "single",
 }
-SMALL_POOL = {"num_pages": 16}  # one full-length sequence, and little more
+# one full-length sequence and little more, and a rule that lets too many in
+SMALL_POOL = {"num_pages": 16, "admission": "fits", "num_host_pages": 0}
+SWAP = {"num_host_pages": 64}
 VARIANTS: dict[str, dict[str, Any]] = {
     "base": {},
     "no lookahead": {"lookahead": False},
@@ -43,7 +46,18 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "small pool": SMALL_POOL,
     "small pool, no lookahead": SMALL_POOL | {"lookahead": False},
     "small pool, chunks of 5": SMALL_POOL | {"max_chunk_tokens": 5},
-    "small pool of single tokens": {"page_size": 1, "num_pages": 128},
+    "small pool of single tokens": SMALL_POOL | {"page_size": 1, "num_pages": 128},
+    "small pool, swap": SMALL_POOL | SWAP,
+    "small pool, swap, no lookahead": SMALL_POOL | SWAP | {"lookahead": False},
+    "small pool, swap, no prefix cache": SMALL_POOL | SWAP | {"prefix_cache": False},
+    "small pool, swap to a host of 5 pages": SMALL_POOL | {"num_host_pages": 5},
+    "small pool, swap, pages of 4": SMALL_POOL | SWAP | {"page_size": 4, "num_pages": 32},
+    "small pool, statistical admission": SMALL_POOL | {"admission": "statistical"},
+    "small pool, reserve-max admission": SMALL_POOL | {"admission": "reserve-max"},
+    "priorities": SMALL_POOL | SWAP | {"policy": "priority"},
+    "shortest first": SMALL_POOL | {"policy": "shortest"},
+    "fair": SMALL_POOL | {"policy": "fair"},
+    "no prefix cache": {"prefix_cache": False},
 }
 
 
@@ -71,7 +85,10 @@ def mixed_cases(vocab_size: int) -> list[Case]:
             options |= {"stop": ["e", "the"]}
         if i % 12 == 11:
             options |= {"n": 2, "temperature": 1.2, "seed": 5}
-        cases.append((rng.integers(3, vocab_size, length).tolist(), SamplingParams(**options)))
+        prompt = rng.integers(3, vocab_size, length)
+        if i % 4 == 1:  # documents that begin alike
+            prompt[:30] = np.random.default_rng(i % 8).integers(3, vocab_size, 30)[:length]
+        cases.append((prompt.tolist(), SamplingParams(**options)))
     return cases
 
 
@@ -120,15 +137,35 @@ def test_batched_equals_alone(
     variant: str,
 ) -> None:
     llm = make_llm(tiny_llama, **BASE | VARIANTS[variant])
-    outputs = llm.generate([prompt for prompt, _ in cases], [params for _, params in cases])
+    llm.scheduler.cache.costs = (
+        PreemptionCosts()
+    )  # whatever this machine's: swap where there is room
+    options = [options_of(i, llm.config.policy) for i in range(len(cases))]
+    outputs = llm.generate(
+        [prompt for prompt, _ in cases], [params for _, params in cases], options
+    )
     for i, (output, expected) in enumerate(zip(outputs, alone, strict=True)):
         assert essence(output) == expected, f"request {i}"
     llm.scheduler.check_invariants()
-    assert llm.stats.pages_free == llm.config.num_pages
-    assert llm.stats.compilations["serving"] == 0
-    if "small pool" in variant:
-        assert llm.stats.preemptions["recompute"] > 0
+    stats = llm.stats
+    assert stats.pages_held == stats.host_pages["held"] == 0
+    assert stats.compilations["serving"] == 0
+    assert (stats.prefix_tokens["hit"] > 0) == llm.config.prefix_cache or "small" in variant
+    if llm.config.admission == "fits":
+        assert sum(stats.preemptions.values()) > 0
+    if "swap" in variant:
+        assert stats.preemptions["swap"] > 0
+        assert stats.pages_copied["out"] > 0
+        assert stats.pages_copied["back"] > 0
     llm.close()
+
+
+def options_of(i: int, policy: str) -> RequestOptions:
+    return RequestOptions(
+        priority=i % 3 if policy == "priority" else 0,
+        tenant="abc"[i % 3],
+        cache_salt="x" if i % 8 == 1 else "",
+    )
 
 
 def test_streamed_equals_alone(
@@ -154,22 +191,37 @@ def test_streamed_equals_alone(
         assert (ids[i], texts[i], reasons[i]) == alone[i][0][:3]
 
 
+@pytest.fixture(scope="module")
+def under_pressure(make_llm: Callable[..., LLM], tiny_llama: str) -> Iterator[LLM]:
+    """A small pool with a small host beside it, and priorities."""
+    llm = make_llm(tiny_llama, **BASE | SMALL_POOL | {"policy": "priority", "num_host_pages": 20})
+    llm.scheduler.cache.costs = PreemptionCosts()
+    yield llm
+    llm.close()
+
+
+@pytest.mark.parametrize("seed", range(20))
 def test_arrivals_and_aborts_between_steps(
-    make_llm: Callable[..., LLM], tiny_llama: str, cases: list[Case], alone: list[Any]
+    under_pressure: LLM, cases: list[Case], alone: list[Any], seed: int
 ) -> None:
-    """Requests join at random steps and every third is aborted in whatever state it is; the others
-    don't notice. With a small pool, so that aborts also hit rows that wait after preemption."""
-    llm = make_llm(tiny_llama, **BASE | SMALL_POOL)
-    engine, rng = llm._engine, np.random.default_rng(3)
+    """Requests join at random steps and every third is aborted in whatever state it is: waiting, in
+    its prompt, decoding, swapped out or coming back. The others don't notice. Ten times as many
+    such schedules run in tests/scheduler/test_random_schedules.py, without a model."""
+    llm, rng = under_pressure, np.random.default_rng(seed)
+    engine = llm._engine
+    ended_before = sum(llm.stats.finished.values())
     chosen = [i for i, (_, params) in enumerate(cases) if params.n == 1]
-    pending, doomed = list(chosen), {i for i in chosen if i % 3 == 0}
+    rng.shuffle(chosen)
+    pending, doomed = list(chosen), {i for i in chosen if i % 3 == seed % 3}
     made: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
     while pending or engine.has_work:
         while pending and rng.random() < 0.3:
             i = pending.pop()
-            prompt, params = cases[i]
-            requests: list[Request] = engine.requests(str(i), prompt, params, time.monotonic())
+            options = options_of(int(rng.integers(24)), "priority")
+            requests: list[Request] = engine.requests(
+                f"{i}-{seed}", *cases[i], time.monotonic(), options
+            )
             engine.add(requests[0])
             made[requests[0].request_id] = []
         for name in list(made):
@@ -185,16 +237,28 @@ def test_arrivals_and_aborts_between_steps(
     assert "abort" in ended.values()
     for i in chosen:
         expected = alone[i][0][0]
-        tokens = made[f"{i}-0"]
-        if ended[f"{i}-0"] == "abort":
+        name = f"{i}-{seed}-0"
+        tokens = made[name]
+        if ended[name] == "abort":
             assert tokens == expected[: len(tokens)]
         else:
             assert tokens == expected
-    assert llm.stats.pages_held == 0
-    assert sum(llm.stats.finished.values()) == len(chosen)
+    assert llm.stats.pages_held == llm.stats.host_pages["held"] == 0
+    assert sum(llm.stats.finished.values()) == ended_before + len(chosen)
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_pages": 14, "max_chunk_tokens": 40}])
+def test_the_pressure_was_real(under_pressure: LLM) -> None:
+    stats = under_pressure.stats
+    assert stats.preemptions["swap"] > 20
+    assert stats.pages_copied["back"] > 20
+    assert stats.prefix_tokens["hit"] > 0
+    assert stats.prefix_tokens["hit_host"] > 0
+    assert stats.compilations["serving"] == 0
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"num_pages": 14, "max_chunk_tokens": 40, "admission": "fits"}]
+)
 def test_smollm2_batched_equals_alone(
     make_llm: Callable[..., LLM], settings: dict[str, Any]
 ) -> None:
@@ -209,7 +273,7 @@ def test_smollm2_batched_equals_alone(
         for i in range(8)
     ]
     together = llm.generate(prompts, params)
-    preemptions = llm.stats.preemptions["recompute"]
+    preemptions = sum(llm.stats.preemptions.values())
     for prompt, param, output in zip(prompts, params, together, strict=True):
         assert essence(llm.generate([prompt], param)[0]) == essence(output)
     assert (preemptions > 0) == ("num_pages" in settings)

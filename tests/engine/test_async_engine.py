@@ -15,7 +15,7 @@ from jaxserve.async_engine import AsyncEngine
 from jaxserve.config import ConfigError, EngineConfig, ServerConfig
 from jaxserve.server.mailbox import Mailbox
 from scheduler.errors import PromptTooLong
-from scheduler.request import SamplingParams
+from scheduler.request import RequestOptions, SamplingParams
 
 SETTINGS: dict[str, Any] = {"num_pages": 24, "page_size": 8, "max_num_seqs": 4}
 SETTINGS |= {"max_num_batched_tokens": 32, "row_buckets": "single", "token_buckets": "single"}
@@ -39,7 +39,10 @@ def submit(engine: AsyncEngine, name: str, max_tokens: int, **options: Any) -> M
     params = SamplingParams(
         **{"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True} | options
     )
-    return engine.submit(name, [5, 6, 7], params, arrival=time.monotonic())
+    [stream] = engine.submit(
+        [(name, [5, 6, 7])], params, RequestOptions(), arrival=time.monotonic()
+    )
+    return stream
 
 
 async def read(stream: Mailbox) -> dict[int, list[int]]:
@@ -67,14 +70,17 @@ async def test_many_clients_that_come_and_go(engine: AsyncEngine) -> None:
     await asyncio.wait_for(asyncio.gather(*(client(i) for i in range(60))), 120)
     while engine.stats().num_running or engine.stats().num_waiting:
         await asyncio.sleep(0.01)
-    assert engine.stats().pages_free == 24
+    assert engine.stats().pages_held == 0
+    assert engine.stats().pages_free + engine.stats().pages_cached == 24
     assert engine.stats().compilations["serving"] == 0
     assert not engine._streams
 
 
 async def test_refusals_are_synchronous_and_change_nothing(engine: AsyncEngine) -> None:
     with pytest.raises(PromptTooLong):
-        engine.submit("long", [5] * 300, SamplingParams(), arrival=0.0)
+        engine.submit(
+            [("short", [5]), ("long", [5] * 300)], SamplingParams(), RequestOptions(), arrival=0.0
+        )
     assert not engine._streams
 
 

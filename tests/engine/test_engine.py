@@ -98,7 +98,9 @@ def make_engine(
 def add(engine: Engine, name: str, prompt: list[int], **options: object) -> None:
     # type: ignore[arg-type]
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 5} | options)
-    for request in engine.requests(name, prompt, params, engine.clock()):
+    requests = engine.requests(name, prompt, params, engine.clock())
+    engine.check_queue(requests)
+    for request in requests:
         engine.add(request)
 
 
@@ -243,7 +245,7 @@ def test_abort_in_each_state_frees_everything() -> None:
         engine.abort(f"{i}-0")
         engine.abort(f"{i}-0")
     made = run(engine, steps=3)
-    assert engine.scheduler.stats.pages_free == 16
+    assert engine.scheduler.stats.pages_held == 0
     assert engine.scheduler.stats.finished["abort"] == 6
     assert {deltas[-1].finish_reason for deltas in made.values()} <= {"abort"}
 

@@ -9,12 +9,15 @@ from typing import Any
 import numpy as np
 import pytest
 
+from scheduler.admission import AdmissionPolicy
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
 from scheduler.config import SchedulerConfig
-from scheduler.core import Progress, Scheduler, Step
+from scheduler.core import Scheduler
 from scheduler.plan import plan_layout
 from scheduler.policy import QueuePolicy
-from scheduler.request import Request, SamplingParams
+from scheduler.preemption import PreemptionCosts
+from scheduler.request import Request, RequestOptions, SamplingParams
+from scheduler.step import Progress, Step
 
 TOKEN = 7
 LIMITS = {
@@ -23,6 +26,7 @@ LIMITS = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
     "max_model_len": 100,
+    "prefix_cache": False,
 }
 
 
@@ -30,7 +34,7 @@ class Driven(Scheduler):
     """A scheduler with a device that always samples the same token."""
 
     @staticmethod
-    def rows(step: Step | None) -> list[tuple[int, int]]:
+    def rows_of(step: Step | None) -> list[tuple[int, int]]:
         """(request number, tokens) of each row."""
         assert step is not None
         view = plan_layout(step.plan.key).views(step.plan.buffer)
@@ -51,11 +55,11 @@ class Driven(Scheduler):
         step = self.schedule(0.0)
         self.check_invariants()
         self.give(step)
-        return self.rows(step)
+        return self.rows_of(step)
 
     def finish_all(self) -> None:
         for _ in range(1000):
-            if not self.has_requests:
+            if not list(self.sequences()):
                 return
             self.advance()
         raise AssertionError("not everything ended")
@@ -63,9 +67,15 @@ class Driven(Scheduler):
 
 @pytest.fixture
 def make_scheduler() -> Callable[..., Driven]:
-    """make_scheduler(policy, **limits): those that are not named come from LIMITS."""
+    """make_scheduler(policy, admission, costs, **limits): those that are not named come from
+    LIMITS."""
 
-    def make(policy: QueuePolicy | None = None, **limits: Any) -> Driven:
+    def make(
+        policy: QueuePolicy | None = None,
+        admission: AdmissionPolicy | None = None,
+        costs: PreemptionCosts | None = None,
+        **limits: Any,
+    ) -> Driven:
         config = SchedulerConfig(**{**LIMITS, **limits})
         pow2 = BUCKET_STRATEGIES["pow2"]
         grid = BucketGrid.build(
@@ -76,7 +86,7 @@ def make_scheduler() -> Callable[..., Driven]:
             max_tokens=config.max_num_batched_tokens,
             max_pages=config.max_pages_per_sequence,
         )
-        return Driven(config, grid, policy)
+        return Driven(config, grid, policy=policy, admission=admission, costs=costs)
 
     return make
 
@@ -93,6 +103,7 @@ def make_request() -> Callable[..., Request]:
         *,
         stop_ids: frozenset[int] = frozenset(),
         arrival: float = 0.0,
+        options: RequestOptions | None = None,
         **params: Any,
     ) -> Request:
         ids = list(range(100, 100 + prompt)) if isinstance(prompt, int) else prompt
@@ -104,6 +115,7 @@ def make_request() -> Callable[..., Request]:
             arrival=arrival,
             stop_ids=stop_ids,
             key=(number, 0),
+            options=options or RequestOptions(),
         )
 
     return make

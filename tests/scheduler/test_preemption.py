@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from scheduler.plan import plan_layout
-from scheduler.request import Request, Sequence, Status
+from scheduler.policy import Fcfs, KeyedQueue, WaitingQueue
+from scheduler.request import Request, Status
 
 MakeScheduler = Callable[..., Any]
 MakeRequest = Callable[..., Request]
@@ -28,7 +29,7 @@ def three_rows_in_six_pages(
     for number in (1, 2, 3):
         scheduler.add(make_request(number, 7, 5, **params))
     assert scheduler.advance() == [(1, 7), (2, 7), (3, 7)]
-    assert scheduler.pool.num_free == 0
+    assert scheduler.cache.pool.num_free == 0
     return scheduler
 
 
@@ -48,8 +49,8 @@ def test_the_youngest_row_makes_room(
     )
     assert third.num_preemptions == 1
     assert len(third.tokens) == 9, "what it has said stays"
-    assert scheduler.stats.preemptions == {"recompute": 1}
-    assert scheduler.pool.num_free == 0
+    assert scheduler.stats.preemptions == {"recompute": 1, "swap": 0}
+    assert scheduler.cache.pool.num_free == 0
 
 
 def test_a_preempted_row_keeps_its_place_and_computes_again(
@@ -66,7 +67,13 @@ def test_a_preempted_row_keeps_its_place_and_computes_again(
     scheduler.finish_all()
     assert third.tokens == [*range(100, 107), *[TOKEN] * 5]
     assert third.finish_reason == "length"
-    assert scheduler.stats.finished == {"stop": 0, "length": 4, "abort": 0, "error": 0}
+    assert scheduler.stats.finished == {
+        "stop": 0,
+        "length": 4,
+        "abort": 0,
+        "error": 0,
+        "timeout": 0,
+    }
     assert scheduler.stats.prompt_tokens == 22, "a prompt counts once"
     assert scheduler.stats.generation_tokens == 17
 
@@ -77,8 +84,8 @@ def test_a_row_preempted_with_a_token_in_flight_gets_that_token(
     scheduler = three_rows_in_six_pages(make_scheduler, make_request)
     third = scheduler.running[-1]
     first_step, ahead = scheduler.schedule(0.0), scheduler.schedule(0.0)
-    assert scheduler.rows(first_step) == [(1, 1), (2, 1), (3, 1)]
-    assert scheduler.rows(ahead) == [(1, 1), (2, 1)]
+    assert scheduler.rows_of(first_step) == [(1, 1), (2, 1), (3, 1)]
+    assert scheduler.rows_of(ahead) == [(1, 1), (2, 1)]
     assert (third.status, third.num_pending, third.num_tokens) == (Status.WAITING, 1, 9)
     assert [p.sequence.order for p in scheduler.give(first_step, 41)] == [0, 1, 2]
     assert (third.num_pending, third.tokens[7:]) == (0, [TOKEN, 41])
@@ -86,7 +93,7 @@ def test_a_row_preempted_with_a_token_in_flight_gets_that_token(
     scheduler.abort("1")
     scheduler.abort("2")
     step = scheduler.schedule(0.0)
-    assert scheduler.rows(step) == [(3, 9)]
+    assert scheduler.rows_of(step) == [(3, 9)]
     ids = plan_layout(step.plan.key).views(step.plan.buffer)["token_ids"]
     assert ids[:9].tolist() == [*range(100, 107), TOKEN, 41]
 
@@ -107,9 +114,9 @@ def test_a_preempted_row_whose_last_token_was_in_flight_ends_in_the_queue(
 def test_the_youngest_is_the_victim_whoever_was_let_in_first(
     make_scheduler: MakeScheduler, make_request: MakeRequest
 ) -> None:
-    class ShortestFirst:
-        def key(self, sequence: Sequence) -> tuple[float, ...]:
-            return (len(sequence.tokens),)
+    class ShortestFirst(Fcfs):
+        def queue(self) -> WaitingQueue:
+            return KeyedQueue(lambda sequence: len(sequence.tokens))
 
     scheduler = make_scheduler(ShortestFirst(), num_pages=4, page_size=4, max_num_batched_tokens=6)
     scheduler.add(make_request(1, 7, 5))
@@ -155,7 +162,7 @@ def test_an_output_that_outgrows_the_pool_ends_with_length(
     scheduler.finish_all()
     assert (sequence.finish_reason, len(sequence.tokens)) == ("length", 12)
     assert (other.finish_reason, len(other.tokens)) == ("length", 4)
-    assert scheduler.pool.num_free == 3
+    assert scheduler.cache.pool.num_free == 3
 
 
 @pytest.mark.parametrize("page_size", [1, 3, 32])
@@ -181,7 +188,7 @@ def test_after_a_failed_step_every_row_starts_again(
     assert scheduler.preempt_all() == [first, second]
     scheduler.check_invariants()
     assert (first.num_pending, second.num_pending) == (0, 0)
-    assert scheduler.pool.num_held == 0
+    assert scheduler.cache.pool.num_held == 0
     assert scheduler.advance() == [(1, 4), (2, 4)]
     scheduler.finish_all()
     assert len(first.tokens) == len(second.tokens) == 7
@@ -232,7 +239,7 @@ def test_the_row_of_a_sequence_that_ended_is_thrown_away(
     # its slot and its pages are somebody else's before its last row comes back
     third = scheduler.add(make_request(3, 3, 8))
     after = scheduler.schedule(0.0)
-    assert scheduler.rows(after) == [(2, 1), (3, 3)]
+    assert scheduler.rows_of(after) == [(2, 1), (3, 3)]
     assert [p.sequence for p in scheduler.give(ahead)] == [other]
     assert [p.sequence for p in scheduler.give(after)] == [other, third]
     assert len(sequence.tokens) == 4

@@ -21,21 +21,21 @@ TOKEN = 7  # what the device samples, unless a test says otherwise
 
 def test_prompts_that_can_never_run_are_refused(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(num_pages=10, page_size=4, max_model_len=50)
-    scheduler.check(39)
+    scheduler.check_prompt(39)
     with pytest.raises(PromptExceedsPool, match="40 tokens"):
-        scheduler.check(40)
+        scheduler.check_prompt(40)
     with pytest.raises(PromptExceedsPool):
-        scheduler.check(49)
+        scheduler.check_prompt(49)
     with pytest.raises(PromptTooLong, match="50 tokens"):
-        scheduler.check(50)
-    assert not scheduler.has_requests
+        scheduler.check_prompt(50)
+    assert not list(scheduler.sequences())
 
 
 def test_the_context_is_named_first(make_scheduler: MakeScheduler) -> None:
     scheduler = make_scheduler(num_pages=100, page_size=4, max_model_len=50)
-    scheduler.check(49)
+    scheduler.check_prompt(49)
     with pytest.raises(PromptTooLong, match="maximum context length is 50 tokens"):
-        scheduler.check(50)
+        scheduler.check_prompt(50)
 
 
 @pytest.mark.parametrize(
@@ -58,18 +58,18 @@ def test_a_full_queue_takes_all_choices_or_none(
     make_scheduler: MakeScheduler, make_request: MakeRequest
 ) -> None:
     scheduler = make_scheduler(max_waiting=4, max_num_seqs=1)
-    scheduler.check(1, num_requests=5)  # one of them would start at once
+    scheduler.check_queue(5, 5, 0.0)  # one of them would start at once
     with pytest.raises(QueueFull, match="4 requests"):
-        scheduler.check(1, num_requests=6)
+        scheduler.check_queue(6, 6, 0.0)
     for number in range(3):
         scheduler.add(make_request(number, 2))
-    scheduler.check(1)
+    scheduler.check_prompt(1)
     with pytest.raises(QueueFull):
-        scheduler.check(1, num_requests=2)
+        scheduler.check_queue(2, 2, 0.0)
     scheduler.advance()
-    scheduler.check(1, num_requests=2)
+    scheduler.check_queue(2, 2, 0.0)
     with pytest.raises(QueueFull):
-        scheduler.check(1, num_requests=3)
+        scheduler.check_queue(3, 3, 0.0)
 
 
 def test_add_trusts_nobody(make_scheduler: MakeScheduler, make_request: MakeRequest) -> None:
@@ -124,12 +124,12 @@ def test_pages_come_one_by_one_as_tokens_appear(
     scheduler = make_scheduler(page_size=4, max_num_batched_tokens=6)
     sequence = scheduler.add(make_request(1, 7, 6))
     held = []
-    while scheduler.has_requests:
+    while list(scheduler.sequences()):
         step = scheduler.schedule(0.0)
         held.append((sequence.num_computed, len(sequence.pages)))
         scheduler.give(step)
     assert held == [(6, 2), (7, 2), (8, 2), (9, 3), (10, 3), (11, 3), (12, 3)]
-    assert scheduler.pool.num_held == 0
+    assert scheduler.cache.pool.num_held == 0
 
 
 def test_rows_that_decode_come_first_then_chunks_by_age(
@@ -199,7 +199,7 @@ def test_admission_leaves_the_pages_that_running_rows_still_need(
     scheduler.add(make_request(1, 20, 2))
     scheduler.add(make_request(2, 5, 2))
     assert scheduler.advance() == [(1, 8)]
-    assert scheduler.pool.num_free == 4
+    assert scheduler.cache.pool.num_free == 4
     assert scheduler.advance() == [(1, 8)]
     assert scheduler.advance() == [(1, 4)]
     assert scheduler.advance() == [(1, 1)]
@@ -283,7 +283,7 @@ def test_abort_frees_pages_at_once(
     assert scheduler.abort("9") is sequence
     scheduler.check_invariants()
     assert (sequence.status, sequence.finish_reason) == (Status.FINISHED, "abort")
-    assert scheduler.pool.num_held == len(other.pages)
+    assert scheduler.cache.pool.num_held == len(other.pages)
     assert scheduler.stats.pages_held == len(other.pages)
     assert (scheduler.stats.num_running, scheduler.stats.num_waiting) == (1, 0)
     assert scheduler.stats.finished["abort"] == 1
@@ -376,7 +376,7 @@ def test_logprobs_are_fetched_when_a_row_that_samples_wants_them(
     scheduler.add(make_request(1, 1, 9))
     scheduler.add(make_request(2, 5, 2, logprobs=0))
     wants = []
-    while scheduler.has_requests:
+    while list(scheduler.sequences()):
         step = scheduler.schedule(0.0)
         assert step is not None
         wants.append(step.wants_logprobs)
@@ -392,7 +392,7 @@ def test_the_same_calls_give_the_same_plans(
         for number in range(6):
             scheduler.add(make_request(number, 3 + number, 5))
         buffers = []
-        while scheduler.has_requests:
+        while list(scheduler.sequences()):
             step = scheduler.schedule(0.0)
             assert step is not None
             buffers.append(step.plan.buffer.tobytes())

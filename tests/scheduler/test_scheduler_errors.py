@@ -1,6 +1,7 @@
 import pytest
 
 from scheduler.errors import (
+    DeadlineExceeded,
     InvalidParameter,
     PromptExceedsPool,
     PromptTooLong,
@@ -28,9 +29,15 @@ def test_prompt_over_the_pool_names_both_numbers_and_the_way_out() -> None:
 
 
 def test_queue_full_says_when_to_come_back() -> None:
-    error = QueueFull(12, retry_after=2.5)
+    error = QueueFull("requests", "12 requests", retry_after=2.5)
     assert "12 requests" in error.message
     assert (error.status, error.code, error.retry_after) == (429, "queue_full", 2.5)
+
+
+def test_a_deadline_names_itself() -> None:
+    error = DeadlineExceeded(2.5)
+    assert "2.5 s" in error.message
+    assert (error.status, error.param, error.code) == (504, "timeout", "timeout")
 
 
 def test_parameter_errors_name_the_field() -> None:
@@ -47,7 +54,8 @@ def test_parameter_errors_name_the_field() -> None:
     [
         PromptTooLong(2, 1),
         PromptExceedsPool(2, 1),
-        QueueFull(1, 1.0),
+        QueueFull("wait", "x", 1.0),
+        DeadlineExceeded(2.0),
         InvalidParameter("n", "x"),
         UnsupportedParameter("n"),
     ],

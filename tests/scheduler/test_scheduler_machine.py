@@ -1,16 +1,9 @@
-"""A hypothesis state machine over Scheduler, with a device that remembers what every page holds.
-
-The device is an oracle. Its cache keeps, for each token, a hash of the whole prefix that led to it,
-made from the entry before it in the row's own pages, as attention would read it. So a page that is
-reused too early, a wrong position, a stale placeholder or a recompute that was forgotten changes
-what is sampled, and is also seen directly.
-"""
+"""A hypothesis state machine over Scheduler, with a device that remembers what every page holds."""
 
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,151 +12,17 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from scheduler.admission import ADMISSION
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
 from scheduler.config import SchedulerConfig
-from scheduler.core import Scheduler, Step
+from scheduler.core import Scheduler
 from scheduler.errors import PromptExceedsPool, PromptTooLong, QueueFull
-from scheduler.pages import pages_for
-from scheduler.plan import DROPPED, plan_layout
-from scheduler.request import Request, SamplingParams, Sequence, Status
-
-VOCAB = 8
-EMPTY = -1  # a cache entry that nothing has written
-ROOT = 0  # the hash of the empty prefix
-
-
-def extend(state: int, token: int) -> int:
-    """The hash of a prefix with one more token."""
-    return hash((state, token)) & 0x7FFFFFFFFFFFFFFF
-
-
-def choose(state: int, suppressed: set[int]) -> int:
-    """The token that follows a prefix: the first allowed one from a place that the hash names."""
-    return next(t for i in range(VOCAB) if (t := (state + i) % VOCAB) not in suppressed)
-
-
-@dataclass
-class Alone:
-    """What a request gives when nothing else runs. The chain goes on past the end on purpose: rows
-    in flight when a sequence ends are computed too."""
-
-    request: Request
-
-    def __post_init__(self) -> None:
-        self.tokens = self.request.prompt.tolist()
-        self.states = [ROOT]  # states[i]: the hash of the first i tokens
-        for token in self.tokens:
-            self.states.append(extend(self.states[-1], token))
-
-    def grow(self, length: int) -> None:
-        request = self.request
-        hold_until = len(request.prompt) + request.params.min_tokens
-        while len(self.tokens) < length:
-            held = request.stop_ids if len(self.tokens) < hold_until else frozenset()
-            self.tokens.append(choose(self.states[-1], set(held)))
-            self.states.append(extend(self.states[-1], self.tokens[-1]))
-
-    def end(self) -> tuple[list[int], str]:
-        """The output ids and the reason of the whole request."""
-        request, start = self.request, len(self.request.prompt)
-        self.grow(start + request.max_tokens)
-        for count in range(request.params.min_tokens + 1, request.max_tokens + 1):
-            if self.tokens[start + count - 1] in request.stop_ids:
-                return self.tokens[start : start + count], "stop"
-        return self.tokens[start : start + request.max_tokens], "length"
-
-
-class Device:
-    """Runs plans in the order in which they come. The cache is int64[pages * page_size]."""
-
-    def __init__(self, config: SchedulerConfig):
-        self.page_size = config.page_size
-        self.size = (config.num_pages + 1) * config.page_size
-        self.max_rows = config.max_rows
-        self.reset()
-
-    def reset(self) -> None:
-        self.cache = np.full(self.size, EMPTY, np.int64)
-        self.last_token = [EMPTY] * self.max_rows
-
-    def run(self, step: Step, alone: dict[tuple[int, int], Alone]) -> np.ndarray:
-        """Checks every lane of the plan against what each row's request alone would hold, and
-        returns the sampled tokens."""
-        plan = step.plan
-        view = plan_layout(plan.key).views(plan.buffer)
-        ids = [i if i >= 0 else self.last_token[-i - 1] for i in view["token_ids"].tolist()]
-        sampled = np.full(plan.key.rows, EMPTY, np.int32)
-        written: list[int] = []
-        rows: list[tuple[int, int]] = []
-        stores: list[tuple[int, int]] = []
-        start = 0
-        for row in range(plan.num_rows):
-            key = tuple(view["key"][row].tolist())
-            request = alone[key]
-            rows.append(key)
-            length, context = int(view["query_len"][row]), int(view["context_len"][row])
-            assert view["query_start"][row] == start
-            assert 1 <= length <= context
-            request.grow(context + 1)
-            table = view["block_tables"][row]
-            held = table[: pages_for(context, self.page_size)].tolist()
-            assert 0 not in held
-            assert len(set(held)) == len(held)
-
-            def index(position: int, table: np.ndarray = table) -> int:
-                return int(table[position // self.page_size]) * self.page_size + (
-                    position % self.page_size
-                )
-
-            for place, position in enumerate(range(context - length, context), start=start):
-                assert view["positions"][place] == position
-                assert ids[place] == request.tokens[position], "a token is not the row's own"
-                assert view["write_index"][place] == index(position)
-                before = int(self.cache[index(position - 1)]) if position else ROOT
-                self.cache[index(position)] = extend(before, ids[place])
-                written.append(index(position))
-            start += length
-            found = [int(self.cache[index(position)]) for position in range(context)]
-            assert found == request.states[1 : context + 1], "the pages don't hold the row's tokens"
-
-            slot = int(view["sample_slot"][row])
-            params = request.request.params
-            assert view["temperature"][row] == np.float32(params.temperature)
-            assert view["num_logprobs"][row] == (-1 if params.logprobs is None else params.logprobs)
-            if slot != DROPPED:
-                suppressed = {i for i in view["suppressed"][row].tolist() if i != DROPPED}
-                minimum = len(request.request.prompt) + params.min_tokens
-                assert suppressed == (request.request.stop_ids if context < minimum else set())
-                sampled[row] = choose(found[-1], suppressed)
-                stores.append((slot, int(sampled[row])))
-        assert start == plan.num_tokens
-        assert len(set(rows)) == len(rows), "a sequence is twice in one plan"
-        assert len(set(written)) == len(written), "two tokens are written to one place"
-        assert len({slot for slot, _ in stores}) == len(stores)
-        for slot, token in stores:
-            self.last_token[slot] = token
-
-        named = [(row, s.request.key) for row, s in step.sampled]
-        assert named == [
-            (r, key) for r, key in enumerate(rows) if view["sample_slot"][r] != DROPPED
-        ]
-        wanted = any(s.request.params.logprobs is not None for _, s in step.sampled)
-        assert step.wants_logprobs == wanted
-        self.check_padding(step)
-        return sampled
-
-    def check_padding(self, step: Step) -> None:
-        plan = step.plan
-        layout = plan_layout(plan.key)
-        view, blank = layout.views(plan.buffer), layout.views(layout.blank)
-        for lane in layout.lanes:
-            real = plan.num_tokens if lane.shape[0] != plan.key.rows else plan.num_rows
-            if lane.name in ("token_ids", "positions", "write_index"):
-                real = plan.num_tokens
-            assert np.array_equal(view[lane.name][real:], blank[lane.name][real:])
-        assert (view["write_index"][plan.num_tokens :] == DROPPED).all()
-        assert (view["sample_slot"][plan.num_rows :] == DROPPED).all()
-        assert (view["context_len"][plan.num_rows :] == 0).all()
+from scheduler.lengths import LENGTH_MODELS
+from scheduler.policy import POLICIES
+from scheduler.preemption import MAX_PREEMPTIONS, PreemptionCosts, is_protected
+from scheduler.request import Request, RequestOptions, SamplingParams, Sequence, Status
+from scheduler.step import Step
+from tests.scheduler.device import VOCAB, Alone, Device
 
 
 @st.composite
@@ -178,6 +37,8 @@ def configs(draw: st.DrawFn) -> SchedulerConfig:
         max_model_len=draw(st.sampled_from([6, 20, 64, 100])),
         max_chunk_tokens=draw(st.sampled_from([None, None, 1, 3])),
         max_waiting=draw(st.sampled_from([None, None, 3])),
+        num_host_pages=draw(st.sampled_from([0, 2, 5, 40])),
+        prefix_cache=draw(st.sampled_from([True, True, False])),
     )
 
 
@@ -187,8 +48,24 @@ class SchedulerMachine(RuleBasedStateMachine):
         buckets=st.sampled_from(sorted(BUCKET_STRATEGIES)),
         min_rows=st.integers(1, 2),
         lookahead=st.sampled_from([0, 1, 1, 2]),
+        policy=st.sampled_from(["fcfs", *sorted(POLICIES)]),
+        admission=st.sampled_from(["fits", *sorted(ADMISSION)]),
+        lengths=st.sampled_from(sorted(LENGTH_MODELS)),
+        costs=st.sampled_from(
+            [PreemptionCosts(), PreemptionCosts(copy_base=5.0), PreemptionCosts(copy_out=99.0)]
+        ),
     )
-    def build(self, config: SchedulerConfig, buckets: str, min_rows: int, lookahead: int) -> None:
+    def build(
+        self,
+        config: SchedulerConfig,
+        buckets: str,
+        min_rows: int,
+        lookahead: int,
+        policy: str,
+        admission: str,
+        lengths: str,
+        costs: PreemptionCosts,
+    ) -> None:
         strategy = BUCKET_STRATEGIES[buckets]
         self.config = config
         self.grid = BucketGrid.build(
@@ -201,7 +78,16 @@ class SchedulerMachine(RuleBasedStateMachine):
             min_rows=min_rows,
         )
         self.keys = set(self.grid.keys())
-        self.scheduler = Scheduler(config, self.grid)
+        model = LENGTH_MODELS[lengths]()
+        self.policy = policy
+        self.scheduler = Scheduler(
+            config,
+            self.grid,
+            policy=POLICIES[policy](model),
+            admission=ADMISSION[admission](model, 0.05),
+            lengths=model,
+            costs=costs,
+        )
         self.device = Device(config)
         self.lookahead = lookahead
         self.in_flight: deque[tuple[Step, np.ndarray]] = deque()
@@ -217,12 +103,20 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(
         copies=st.integers(1, 4),
-        length=st.one_of(st.integers(1, 12), st.integers(1, 60)),
+        length=st.one_of(st.integers(1, 12), st.sampled_from([4, 8, 16]), st.integers(1, 60)),
         seed=st.integers(0, 2**16),
         max_tokens=st.one_of(st.none(), st.integers(1, 30)),
         stop_ids=st.sampled_from([frozenset[int](), frozenset({1}), frozenset({0, 2, 5})]),
         min_tokens=st.sampled_from([0, 0, 1, 5]),
         logprobs=st.sampled_from([None, None, 0, 2]),
+        shared=st.sampled_from([0, 8, 40, 40]),
+        options=st.builds(
+            RequestOptions,
+            priority=st.sampled_from([0, 0, -1, 1]),
+            tenant=st.sampled_from(["", "a", "b"]),
+            timeout=st.sampled_from([None, None, None, 0.05, 3.0]),
+            cache_salt=st.sampled_from(["", "", "", "other"]),
+        ),
     )
     def add(
         self,
@@ -233,6 +127,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         stop_ids: frozenset[int],
         min_tokens: int,
         logprobs: int | None,
+        shared: int,
+        options: RequestOptions,
     ) -> None:
         config, scheduler = self.config, self.scheduler
         refusal = None
@@ -247,17 +143,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             refusal = QueueFull
         if refusal is not None:
             with pytest.raises(refusal):
-                scheduler.check(length, copies)
+                self.check(length, copies)
             return
-        scheduler.check(length, copies)
+        self.check(length, copies)
         if max_tokens is not None:
             min_tokens = min(min_tokens, max_tokens)
         random = np.random.default_rng(seed)
+        if self.policy != "priority":
+            options = replace(options, priority=0)
         for _ in range(copies):
             number = len(self.alone)
+            prompt = random.integers(0, VOCAB, length, np.int32)
+            prompt[:shared] = np.random.default_rng(seed % 2).integers(0, VOCAB, 40)[:length][
+                :shared
+            ]
             request = Request(
                 request_id=f"r{number}",
-                prompt=random.integers(0, VOCAB, length, np.int32),
+                prompt=prompt,
                 params=SamplingParams(
                     temperature=number % 3 / 2,
                     max_tokens=max_tokens,
@@ -268,18 +170,25 @@ class SchedulerMachine(RuleBasedStateMachine):
                 arrival=self.now,
                 stop_ids=stop_ids,
                 key=(number, number ^ 0xFFFFFFFF),
+                options=options,
             )
             self.alone[request.key] = Alone(request)
             self.live.append(scheduler.add(request))
+
+    def check(self, length: int, copies: int) -> None:
+        self.scheduler.check_prompt(length)
+        self.scheduler.check_queue(copies, copies * length, self.now)
 
     @precondition(lambda self: self.live)
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         sequence = data.draw(st.sampled_from(self.live), "aborted")
-        held, free = len(sequence.pages), self.scheduler.pool.num_free
+        pool = self.scheduler.cache.pool
+        alone = sum(pool.references(page) == 1 for page in sequence.pages)
+        available = pool.num_available
         assert self.scheduler.abort(sequence.request.request_id) is sequence
         assert sequence.finish_reason == "abort"
-        assert self.scheduler.pool.num_free == free + held
+        assert pool.num_available == available + alone
         assert self.scheduler.abort(sequence.request.request_id) is None
         self.settle()
 
@@ -299,7 +208,10 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.num_ended += 1
             output = sequence.tokens[sequence.num_prompt :]
             expected, reason = self.alone[sequence.request.key].end()
-            if sequence.finish_reason in ("abort", "error") or sequence.order in self.cut:
+            if (
+                sequence.finish_reason in ("abort", "error", "timeout")
+                or sequence.order in self.cut
+            ):
                 assert output == expected[: len(output)]
             else:
                 assert (output, sequence.finish_reason) == (expected, reason)
@@ -316,10 +228,17 @@ class SchedulerMachine(RuleBasedStateMachine):
             if s.num_tokens - s.num_computed == 1 and s.num_output < s.request.max_tokens
         ]
         crossing = [s for s in decoding if s.num_computed == len(s.pages) * config.page_size]
-        plenty = scheduler.pool.num_free >= len(crossing)
-        computed = {s.order: s.num_computed for s in self.live}
-        preempted = scheduler.stats.preemptions["recompute"]
+        plenty = scheduler.cache.num_available >= len(crossing) + scheduler.rows.promised
+        computed = {s.order: (s.num_preemptions, s.num_computed) for s in self.live}
+        preempted = sum(scheduler.stats.preemptions.values())
 
+        for sequence in scheduler.expire(self.now):
+            deadline = sequence.request.deadline
+            assert deadline is not None
+            assert deadline <= self.now
+            assert sequence.finish_reason == "timeout"
+        self.settle()
+        assert all(s.request.deadline is None or s.request.deadline > self.now for s in self.live)
         step = scheduler.schedule(self.now)
         scheduler.check_invariants()
         self.stalled = step is None
@@ -335,11 +254,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert 1 <= plan.num_rows <= config.max_rows
         if plan.key.kind == "decode":
             assert plan.num_tokens == plan.num_rows
-        moved = {s.order for s in self.live if s.num_computed > computed[s.order]}
-        if not self.in_flight:
-            assert self.live[0].order in moved, "the oldest sequence does not advance"
-        if plenty and scheduler.stats.preemptions["recompute"] == preempted:
-            assert moved >= {s.order for s in decoding}, "a decoding row is left out"
+        moved = {
+            s.order for s in self.live if (s.num_preemptions, s.num_computed) > computed[s.order]
+        }
+        if not self.in_flight and self.policy == "fcfs":
+            spared = any(is_protected(s) for s in scheduler.running)
+            assert spared or self.live[0].order in moved, "the oldest sequence does not advance"
+        if plenty and sum(scheduler.stats.preemptions.values()) == preempted:
+            left = {s.order for s in decoding if s in self.live}
+            assert moved >= left, "a decoding row is left out"
+        assert all(s.num_preemptions <= MAX_PREEMPTIONS for s in self.live)
         self.in_flight.append((step, self.device.run(step, self.alone)))
 
     @precondition(lambda self: self.in_flight)
@@ -363,7 +287,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.in_flight.clear()
         self.device.reset()
         assert self.scheduler.preempt_all() == running
-        assert self.scheduler.pool.num_free == self.config.num_pages
+        assert self.scheduler.cache.pool.num_free == self.config.num_pages
         for sequence in running if give_up else ():
             self.scheduler.finish(sequence, "error")
         self.settle()
@@ -389,25 +313,23 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def holds(self) -> None:
-        scheduler, pool, stats = self.scheduler, self.scheduler.pool, self.scheduler.stats
+        scheduler, stats = self.scheduler, self.scheduler.stats
+        pool = scheduler.cache.pool
         scheduler.check_invariants()
         assert pool.num_free + pool.num_cached + pool.num_held == self.config.num_pages
         owners = [page for s in self.live for page in s.pages]
-        assert pool.num_held == len(owners) == len(set(owners)), "a page has two owners"
+        assert pool.num_held == len(set(owners))
+        if not self.config.prefix_cache:
+            assert len(owners) == len(set(owners)), "a page has two owners"
         orders = [s.order for s in self.live]
         assert orders == sorted(orders)
         assert list(scheduler.sequences()) == self.live
-        assert scheduler.has_requests == bool(self.live)
         for sequence in self.live:
             alone = self.alone[sequence.request.key]
             alone.grow(len(sequence.tokens))
             assert sequence.tokens == alone.tokens[: len(sequence.tokens)]
             pending = sum(s is sequence for step, _ in self.in_flight for _, s in step.sampled)
             assert sequence.num_pending == pending
-        running = [s.status is Status.RUNNING for s in self.live]
-        for older, younger in pairwise(running):
-            assert older or not younger, "something younger runs while something older waits"
-
         gauges = (stats.num_running, stats.num_waiting)
         assert gauges == (len(scheduler.running), len(scheduler.waiting))
         assert sum(gauges) == len(self.live)
@@ -425,13 +347,15 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
             return
-        # the oldest advances in each step, or in the one after the commit that it waits for
-        self.iterate(2 * sum(s.num_prompt + s.request.max_tokens for s in self.live) + 2)
+        # somebody advances in each step, or in the one after the commit that it waits for, and no
+        # token is computed more often than its sequence is preempted
+        self.iterate(9 * sum(s.num_prompt + s.request.max_tokens for s in self.live) + 2)
         assert not self.live, "not everything ended"
         while self.in_flight:
             self.commit()
         self.holds()
-        assert self.scheduler.pool.num_free == self.config.num_pages
+        assert self.scheduler.cache.num_available == self.config.num_pages
+        assert self.scheduler.cache.host.num_held == 0
         assert self.scheduler.slots.num_free == self.config.max_rows
         assert sum(self.scheduler.stats.finished.values()) == len(self.alone)
         assert self.scheduler.schedule(self.now) is None

@@ -11,10 +11,10 @@ def test_a_bound_is_the_last_value_of_its_bucket() -> None:
 
 def test_every_label_is_there_from_the_start() -> None:
     stats = Stats()
-    assert stats.preemptions == {"recompute": 0}
+    assert stats.preemptions == {"recompute": 0, "swap": 0}
     assert stats.compilations == {"warmup": 0, "serving": 0}
     assert stats.plan_tokens == {"real": 0, "padded": 0}
-    assert stats.finished == {"stop": 0, "length": 0, "abort": 0, "error": 0}
+    assert stats.finished == {"stop": 0, "length": 0, "abort": 0, "error": 0, "timeout": 0}
     assert len(stats.time_to_first_token.counts) == len(stats.time_to_first_token.bounds) + 1
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +17,7 @@ from jaxserve.outputs import Delta, Logprob
 from jaxserve.server.lifecycle import Server, bind
 from jaxserve.server.mailbox import Mailbox
 from scheduler.errors import InvalidParameter, PromptTooLong, QueueFull
-from scheduler.request import SamplingParams
+from scheduler.request import RequestOptions, SamplingParams
 from scheduler.stats import Stats
 
 VOCAB = 256
@@ -34,12 +34,15 @@ class FakeEngine:
 
     script: (text, token ids, finish reason) per delta, for every choice. A prompt's tokens are its
     UTF-8 bytes. `stall` keeps it from going on after that many deltas until `go` is set.
+    timeouts: choice, counted over all prompts -> how many deltas it gets before its deadline.
     """
 
     interval: float = 0.0  # seconds between tokens
     script: list[tuple[str, tuple[int, ...], str | None]] | None = None
     stall: int | None = None
     error_after: int | None = None  # deltas before the engine gives up
+    timeouts: dict[int, int] = field(default_factory=dict)
+    retry_after: float = 2.0  # seconds, what a full queue says
     load_error: Exception | None = None
     model_name: str = "fake"
     max_model_len: int = 512
@@ -48,6 +51,8 @@ class FakeEngine:
     numbers: Stats = field(default_factory=Stats)
     prompts: list[list[int]] = field(default_factory=list)
     params: list[SamplingParams] = field(default_factory=list)
+    options: list[RequestOptions] = field(default_factory=list)
+    arrivals: list[float] = field(default_factory=list)
     ids: list[str] = field(default_factory=list)
     aborted: list[str] = field(default_factory=list)
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -83,19 +88,32 @@ class FakeEngine:
         return self.encode("".join(f"{m['role']}:{m['content']}\n" for m in messages))
 
     def submit(
-        self, request_id: str, prompt_ids: list[int], params: SamplingParams, *, arrival: float
+        self,
+        requests: Sequence[tuple[str, list[int]]],
+        params: SamplingParams,
+        options: RequestOptions,
+        *,
+        arrival: float,
+    ) -> list[Mailbox]:
+        for _, prompt_ids in requests:
+            if len(prompt_ids) >= self.max_model_len:
+                raise PromptTooLong(len(prompt_ids), self.max_model_len)
+        if sum(self.running.values()) + params.n * len(requests) > LIMIT:
+            raise QueueFull("requests", f"{LIMIT} requests wait", self.retry_after)
+        self.params.append(params)
+        self.options.append(options)
+        self.arrivals.append(arrival)
+        return [self._add(i, *request, params) for i, request in enumerate(requests)]
+
+    def _add(
+        self, number: int, request_id: str, prompt_ids: list[int], params: SamplingParams
     ) -> Mailbox:
-        if len(prompt_ids) >= self.max_model_len:
-            raise PromptTooLong(len(prompt_ids), self.max_model_len)
-        if sum(self.running.values()) + params.n > LIMIT:
-            raise QueueFull(LIMIT, 2.0)
         assert request_id not in self.running
         self.ids.append(request_id)
         self.prompts.append(prompt_ids)
-        self.params.append(params)
         self.running[request_id] = params.n
         mailbox = Mailbox(params.n, lambda: self._abort(request_id))
-        task = asyncio.create_task(self._run(request_id, prompt_ids, params, mailbox))
+        task = asyncio.create_task(self._run(request_id, number, prompt_ids, params, mailbox))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
         return mailbox
@@ -105,8 +123,14 @@ class FakeEngine:
         self.running.pop(request_id)
 
     async def _run(
-        self, request_id: str, prompt: list[int], params: SamplingParams, mailbox: Mailbox
+        self,
+        request_id: str,
+        number: int,
+        prompt: list[int],
+        params: SamplingParams,
+        mailbox: Mailbox,
     ) -> None:
+        last = {c: self.timeouts.get(number * params.n + c) for c in range(params.n)}
         for i, deltas in enumerate(self._steps(prompt, params)):
             if self.stall is not None and i >= self.stall:
                 await self.go.wait()
@@ -114,12 +138,20 @@ class FakeEngine:
             if request_id not in self.running:
                 return
             for choice, delta in enumerate(deltas):
+                end = last[choice]
+                if end is not None and i > end:
+                    continue
                 if self.error_after is not None and i >= self.error_after:
                     delta = Delta("", "", (), finish_reason="error", error="the device is gone")
                 elif self.finish_now:
                     delta = Delta("", "", (), finish_reason="abort", num_output_tokens=i)
+                elif i == end:
+                    seen = self._seen(i)
+                    delta = Delta("", "", (), finish_reason="timeout", num_output_tokens=seen)
                 mailbox.put(choice, delta)
-            if self.finish_now or (self.error_after is not None and i >= self.error_after):
+            failed = self.error_after is not None and i >= self.error_after
+            late = all(end is not None and i >= end for end in last.values())
+            if self.finish_now or failed or late:
                 break
         del self.running[request_id]
 
@@ -137,7 +169,6 @@ class FakeEngine:
         logprobs = None
         if params.logprobs is not None:
             logprobs = tuple(self._logprobs(token, text, params.logprobs) for token in ids)
-        seen = sum(len(step[1]) for step in self.script[: i + 1]) if self.script else i + 1
         return Delta(
             request_id="",
             text=text,
@@ -146,8 +177,12 @@ class FakeEngine:
             finish_reason=reason,
             stop_reason="END" if reason == "stop" else None,
             num_prompt_tokens=len(prompt),
-            num_output_tokens=seen,
+            num_output_tokens=self._seen(i + 1),
         )
+
+    def _seen(self, deltas: int) -> int:
+        """Tokens in that many deltas."""
+        return sum(len(step[1]) for step in self.script[:deltas]) if self.script else deltas
 
     def _logprobs(self, token: int, text: str, count: int) -> dict[int, Logprob]:
         """The chosen token ranks third: beside the top two, among the top three."""

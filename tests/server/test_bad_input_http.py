@@ -1,5 +1,7 @@
 """Every bad request: its status, the field it names, its code; and the engine never sees it."""
 
+import math
+
 import openai
 import pytest
 
@@ -82,7 +84,6 @@ UNSUPPORTED = [
     (COMPLETIONS, "frequency_penalty", 1),
     (COMPLETIONS, "repetition_penalty", 1.2),
     (COMPLETIONS, "prompt_logprobs", 1),
-    (COMPLETIONS, "priority", 3),
     (COMPLETIONS, "store", True),
     (COMPLETIONS, "use_beam_search", True),
     (CHAT, "tools", [{"type": "function", "function": {"name": "f"}}]),
@@ -341,13 +342,34 @@ async def test_full_queue_is_429_with_retry_after(start, fake):
     assert running.engine.running == {}
 
 
+@pytest.mark.parametrize(
+    ("seconds", "header"),
+    [
+        (0.0, "1"),
+        (-5.0, "1"),
+        (1.01, "2"),
+        (37.2, "38"),
+        (600.0, "600"),
+        (1e9, "600"),
+        (math.inf, "600"),
+        (math.nan, "1"),
+    ],
+)
+async def test_retry_after_is_what_the_queue_says_within_bounds(start, fake, seconds, header):
+    running = await start(fake(retry_after=seconds))
+    async with running.http.post(
+        running.url + COMPLETIONS, json={"prompt": "a", "n": 65}
+    ) as response:
+        assert response.status == 429
+        assert response.headers["Retry-After"] == header
+
+
 async def test_several_prompts_are_added_all_or_none(start, fake):
+    """Field note 20 (vllm PR#53936): no orphans of a request that was admitted in part."""
     running = await start(fake(stall=0))
     status, _ = await running.post(COMPLETIONS, {"prompt": ["a", "b", "c"], "n": 30})
     assert status == 429
-    assert len(running.engine.ids) == 2
-    assert running.engine.aborted == running.engine.ids
-    assert running.engine.running == {}
+    assert (running.engine.ids, running.engine.aborted) == ([], [])
 
 
 async def test_the_server_goes_on_after_a_fault(start, monkeypatch, caplog):

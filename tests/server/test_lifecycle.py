@@ -8,7 +8,7 @@ import signal
 import pytest
 
 from jaxserve.server.lifecycle import Server, bind
-from scheduler.request import SamplingParams
+from scheduler.request import RequestOptions, SamplingParams
 
 
 async def refused(running):
@@ -45,6 +45,33 @@ async def test_health_tells_what_is_wrong(start, fake, state):
     async with running.http.get(running.url + "/health") as response:
         assert (response.status, await response.json()) == (503, {"status": state})
     assert await refused(running) == (503, state)
+
+
+async def test_ready_is_only_who_takes_requests(start, fake):
+    """A load balancer's question: no while it loads, is stuck, or ends."""
+    engine = fake(current="loading", stall=1)
+    running = await start(engine)
+
+    async def ready():
+        async with running.http.get(running.url + "/ready") as response:
+            return response.status, await response.json()
+
+    assert await ready() == (503, {"status": "loading"})
+    engine.current = "ready"
+    engine.loaded.set()
+    assert await ready() == (200, {"status": "ready"})
+    engine.current = "stuck"
+    assert await ready() == (503, {"status": "stuck"})
+    engine.current = "ready"
+    stream = asyncio.create_task(
+        running.events("/v1/completions", {"prompt": "a", "max_tokens": 2, "stream": True})
+    )
+    while not engine.running:
+        await asyncio.sleep(0.005)
+    running.server.stop()
+    assert await ready() == (503, {"status": "draining"})
+    engine.go.set()
+    assert (await stream)[-1] == "[DONE]"
 
 
 async def test_a_failed_load_ends_the_server_with_its_error(start, fake):
@@ -111,7 +138,8 @@ async def test_signals_drain_once_and_then_end_at_once(fake):
     server.handle_signals()
     task = asyncio.create_task(server.run())
     await asyncio.sleep(0.05)
-    engine.submit("held", [1], SamplingParams(max_tokens=1), arrival=0.0)  # keeps the drain waiting
+    params = SamplingParams(max_tokens=1)
+    engine.submit([("held", [1])], params, RequestOptions(), arrival=0.0)  # the drain waits for it
     os.kill(os.getpid(), signal.SIGTERM)
     await asyncio.sleep(0.05)
     assert (stopped, exits) == ([True], [])

@@ -17,7 +17,16 @@ def stats():
         pages_held=6,
         prompt_tokens=100,
         generation_tokens=50,
+        pages_reserved=5,
+        queue_tokens=300,
+        recomputed_tokens=17,
     )
+    stats.prefix_tokens.update(queried=80, hit=48, hit_host=16)
+    stats.host_pages.update(free=20, cached=8, held=2)
+    stats.pages_copied.update(out=31, back=30)
+    stats.requests_refused.update(requests=4, tokens=2, wait=1)
+    stats.preemptions["swap"] = 9
+    stats.finished["timeout"] = 6
     stats.preemptions["recompute"] = 7
     stats.compilations["warmup"] = 12
     stats.plan_tokens["real"] = 90
@@ -55,6 +64,25 @@ def test_every_metric_by_name(stats):
     assert values[("jaxserve_request_finished_total", ("reason", "stop"))] == 5
     assert values[("jaxserve_request_finished_total", ("reason", "abort"))] == 1
     assert values[("jaxserve_request_finished_total", ("reason", "length"))] == 0
+
+
+def test_every_metric_of_pressure_by_name(stats):
+    values = samples(render(make_registry(lambda: stats)).decode())
+    labelled = {
+        "prefix_tokens_total": ("kind", {"queried": 80, "hit": 48, "hit_host": 16}),
+        "host_kv_pages": ("state", {"free": 20, "cached": 8, "held": 2}),
+        "pages_copied_total": ("direction", {"out": 31, "back": 30}),
+        "requests_refused_total": ("limit", {"requests": 4, "tokens": 2, "wait": 1}),
+        "preemptions_total": ("mode", {"recompute": 7, "swap": 9}),
+    }
+    for name, (label, expected) in labelled.items():
+        got = {key[1][1]: value for key, value in values.items() if key[0] == f"jaxserve_{name}"}
+        assert got == expected
+        assert ("jaxserve_" + name, (label, next(iter(expected)))) in values
+    assert values[("jaxserve_recomputed_tokens_total",)] == 17
+    assert values[("jaxserve_kv_pages_reserved",)] == 5
+    assert values[("jaxserve_queue_tokens",)] == 300
+    assert values[("jaxserve_request_finished_total", ("reason", "timeout"))] == 6
 
 
 def test_histograms_are_cumulative(stats):

@@ -53,6 +53,42 @@ def test_the_end_of_a_stream():
     assert ChunkWriter(CompletionShape(), head(), False, False).end() == b"data: [DONE]\n\n"
 
 
+def test_a_choice_that_times_out_before_any_token_is_held_back():
+    """Its chunk comes with the first token of another choice; the status stays open until then."""
+    writer = ChunkWriter(CompletionShape(), head(num_choices=3), False, False)
+    late = Delta("r", "", (), finish_reason="timeout")
+    assert writer.chunk(2, late) is None
+    assert writer.chunk(0, Delta("r", "", (1,), num_output_tokens=1)) is None
+    assert writer.chunk(1, Delta("r", "a", (1,), num_output_tokens=1)) == (
+        b'data: {"id":"cmpl-1","object":"text_completion","created":5,"model":"a \\"b\\"",'
+        b'"choices":[{"index":2,"text":"","logprobs":null,"finish_reason":"timeout",'
+        b'"stop_reason":null}]}\n\n'
+        b'data: {"id":"cmpl-1","object":"text_completion","created":5,"model":"a \\"b\\"",'
+        b'"choices":[{"index":1,"text":"a","logprobs":null,"finish_reason":null}]}\n\n'
+    )
+    assert writer.chunk(1, late) is not None
+    assert writer.empty_end() is None
+
+
+@pytest.mark.parametrize(
+    ("reasons", "end"),
+    [
+        (["timeout", "timeout"], "timeout"),
+        (["abort", "abort"], "abort"),
+        (["stop", "timeout"], "timeout"),
+        (["stop", "stop"], None),
+    ],
+)
+def test_what_ended_an_answer_without_a_token(reasons, end):
+    chunks = ChunkWriter(CompletionShape(), head(num_choices=2), False, False)
+    answer = AnswerWriter(CompletionShape(), head(num_choices=2))
+    for index, reason in enumerate(reasons):
+        delta = Delta("r", "", (), finish_reason=reason)
+        chunks.chunk(index, delta)
+        answer.add(index, delta)
+    assert (chunks.empty_end(), answer.empty_end()) == (end, end)
+
+
 def test_a_whole_answer_is_made_of_its_deltas():
     writer = AnswerWriter(ChatShape(), head(num_choices=2))
     writer.add(1, Delta("r", "x", (1,), num_output_tokens=1))

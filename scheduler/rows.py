@@ -1,0 +1,100 @@
+"""RunningRows: the sequences that have a slot, and their pages. Every page that a row takes or
+leaves goes through here, and so does what is set aside for rows that may not be preempted again."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import numpy as np
+
+from scheduler.admission import RunningSet
+from scheduler.cache import KVCache, Match
+from scheduler.config import SchedulerConfig
+from scheduler.lengths import Rows
+from scheduler.pages import pages_for
+from scheduler.preemption import PreemptionCosts, is_protected
+from scheduler.request import Sequence, Status
+from scheduler.slots import SlotTable
+
+
+def slots_of(sequences: list[Sequence]) -> np.ndarray:
+    """int32[n]"""
+    return np.fromiter((s.slot for s in sequences), np.int32, len(sequences))
+
+
+class RunningRows:
+    def __init__(self, config: SchedulerConfig, costs: PreemptionCosts):
+        self._page_size = config.page_size
+        self.cache = KVCache(config, costs)
+        self.slots = SlotTable(config.max_rows, config.max_pages_per_sequence, config.page_size)
+        self.sequences: list[Sequence] = []  # in order of arrival
+        # pages that protected rows may still take, and nobody else
+        self.promised = 0
+
+    def need(self, sequence: Sequence, match: Match) -> int:
+        """Pages that a waiting sequence takes out of the available ones when it starts: for its
+        present tokens and the next, or for all that it may ever have if it is protected."""
+        tokens = _most(sequence) if is_protected(sequence) else sequence.num_tokens + 1
+        return pages_for(tokens, self._page_size) - match.num_device + match.num_idle
+
+    def room(self) -> int:
+        """Available pages without those promised, and without what running rows still lack for the
+        tokens that they have and the next: who starts on less is preempted in the next step."""
+        slots, table = slots_of(self.sequences), self.slots
+        tokens = np.minimum(table.target[slots] + 1, table.limit[slots])
+        lack = np.maximum(-(-tokens // self._page_size) - table.num_pages[slots], 0)
+        lacking = int(lack[~table.protected[slots]].sum())
+        return self.cache.num_available - self.promised - lacking
+
+    def start(self, sequence: Sequence, match: Match) -> None:
+        """Into a slot, with the pages that are already there."""
+        page_size = self._page_size
+        sequence.pages = self.cache.start(sequence, match)
+        sequence.num_computed = len(sequence.pages) * page_size
+        sequence.num_shared = match.num_device * page_size
+        protected = is_protected(sequence)
+        self.slots.enter(sequence, protected=protected)
+        if protected:
+            self.promised += pages_for(_most(sequence), page_size) - len(sequence.pages)
+        sequence.status = Status.RUNNING
+        insort(self.sequences, sequence, key=lambda s: s.order)
+
+    def stop(self, sequence: Sequence, *, ended: bool) -> None:
+        """Out of its slot, its pages free for others."""
+        if self.slots.protected[sequence.slot]:
+            self.promised -= pages_for(_most(sequence), self._page_size) - len(sequence.pages)
+        self.cache.free(sequence, ended=ended)
+        self.slots.leave(sequence)
+        self.sequences.remove(sequence)
+
+    def lacks(self, sequence: Sequence, length: int) -> int:
+        """Pages that a row needs for `length` more tokens and does not have."""
+        need = pages_for(sequence.num_computed + length, self._page_size)
+        return max(0, need - len(sequence.pages))
+
+    def may_take(self, sequence: Sequence) -> bool:
+        return bool(self.slots.protected[sequence.slot]) or self.cache.num_available > self.promised
+
+    def take(self, sequence: Sequence) -> None:
+        """One more page for a row that may take it."""
+        if self.slots.protected[sequence.slot]:
+            self.promised -= 1
+        self.slots.append_page(sequence, self.cache.take())
+
+    def view(self, sequences: list[Sequence]) -> tuple[RunningSet, int]:
+        """What the admission policy sees of some of the rows, and the held pages that no row counts
+        as its own: found at the start, and so counted once for all who share them."""
+        table = self.slots
+        slots = slots_of(sequences)
+        max_tokens, target = table.max_tokens[slots], table.target[slots]
+        age = target - (table.limit[slots] - max_tokens)
+        rows = Rows(table.profile[slots], age, max_tokens)
+        everyone = slots_of(self.sequences)
+        own = int((table.num_pages[everyone] - table.num_shared[everyone]).sum())
+        base = self.cache.pool.num_held - own
+        return RunningSet(rows, target, table.num_shared[slots]), base
+
+
+def _most(sequence: Sequence) -> int:
+    """Tokens that a sequence can ever have."""
+    return sequence.num_prompt + sequence.request.max_tokens
