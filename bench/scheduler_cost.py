@@ -17,9 +17,11 @@ from itertools import count
 
 import numpy as np
 
+from scheduler.admission import ADMISSION
 from scheduler.buckets import BUCKET_STRATEGIES, BucketGrid
 from scheduler.config import SchedulerConfig
 from scheduler.core import Scheduler, Step
+from scheduler.lengths import Profiled
 from scheduler.pages import pages_for
 from scheduler.request import Request, SamplingParams
 
@@ -48,7 +50,7 @@ class Cost:
         )
 
 
-def make_scheduler(rows: int, max_length: int) -> Scheduler:
+def make_scheduler(rows: int, max_length: int, admission: str) -> Scheduler:
     config = SchedulerConfig(
         num_pages=rows * pages_for(max_length, PAGE_SIZE),
         page_size=PAGE_SIZE,
@@ -65,13 +67,14 @@ def make_scheduler(rows: int, max_length: int) -> Scheduler:
         max_tokens=config.max_num_batched_tokens,
         max_pages=config.max_pages_per_sequence,
     )
-    return Scheduler(config, grid)
+    lengths = Profiled()
+    return Scheduler(config, grid, admission=ADMISSION[admission](lengths, 0.01), lengths=lengths)
 
 
-def measure(rows: int, num_waiting: int, steps: int, turnover: bool) -> Cost:
+def measure(rows: int, num_waiting: int, steps: int, turnover: bool, admission: str) -> Cost:
     """One step of lookahead, as the engine drives it."""
     longest = 2 * TURNOVER if turnover else steps + 32
-    scheduler = make_scheduler(rows, PROMPT + PAGE_SIZE + longest)
+    scheduler = make_scheduler(rows, PROMPT + PAGE_SIZE + longest, admission)
     params = SamplingParams(max_tokens=None, min_tokens=1)
     numbers = count()
 
@@ -110,12 +113,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Host cost of one scheduling step.")
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--admission", choices=ADMISSION, default="statistical")
     options = parser.parse_args()
+    print(f"admission: {options.admission}")
     print(f"milliseconds a step, {options.rows} running rows, {options.steps} steps")
     print(f"{'':>18}  {'schedule':>10} {'max':>8}  {'commit':>10} {'max':>8}")
     for turnover in (False, True):
         for num_waiting in WAITING:
-            cost = measure(options.rows, num_waiting, options.steps, turnover)
+            cost = measure(options.rows, num_waiting, options.steps, turnover, options.admission)
             name = "turnover" if turnover else "decode"
             print(f"{name:>9} {num_waiting:>8}  {cost}", flush=True)
 

@@ -1,4 +1,4 @@
-"""The command line: serve, generate, chat. What a command needs is imported when it runs."""
+"""The command line: serve, generate, chat, bench, simulate. What a command needs is imported when it runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ class CannotListen(OSError):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command. Exit code 1: the model or the machine is at fault; 2: the caller."""
-    args = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    args = _parser(argv[0] if argv else "").parse_args(argv)
     try:
         return args.run(args)
     except KeyboardInterrupt:
@@ -78,7 +79,7 @@ _ENGINE_FLAGS: dict[str, tuple[type, str]] = {
     "num_host_pages": (int, "KV pages that host memory keeps; 0: none"),
     "compile_cache": (str, "directory of compiled steps, or off (default: the user's cache)"),
 }
-_SERVE_FLAGS: dict[str, tuple[type, str]] = {
+_QUEUE_FLAGS: dict[str, tuple[type, str]] = {
     "policy": (str, "order of the queue: fcfs, priority, shortest or fair"),
     "admission": (str, "rule for starting requests: statistical, reserve-max or fits"),
     "admission_bound": (float, "how likely the running requests may be to outgrow the pool"),
@@ -86,6 +87,8 @@ _SERVE_FLAGS: dict[str, tuple[type, str]] = {
     "max_waiting": (int, "sequences in the queue before new requests get 429"),
     "max_waiting_tokens": (int, "prompt tokens in the queue before new requests get 429"),
     "max_queue_wait": (float, "seconds of predicted wait above which new requests get 429"),
+}
+_SERVE_FLAGS: dict[str, tuple[type, str]] = {
     "host": (str, "address to listen on"),
     "port": (int, "port to listen on"),
     "drain_timeout": (float, "seconds that running streams may take after SIGTERM"),
@@ -110,7 +113,8 @@ def _add_switches(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(name: str) -> argparse.ArgumentParser:
+    """`name`: the command that is given. Only its module is imported, for some are slow."""
     parser = argparse.ArgumentParser(
         prog="jaxserve", description="Continuous-batching LLM inference in JAX."
     )
@@ -129,6 +133,21 @@ def _parser() -> argparse.ArgumentParser:
     chat = commands.add_parser("chat", help="a conversation in the terminal")
     chat.set_defaults(run=_chat)
 
+    bench = commands.add_parser("bench", help="measure the steps of an engine on this machine")
+    bench.add_argument("--model", help=model)
+    bench.set_defaults(run=_bench)
+    simulate = commands.add_parser("simulate", help="the scheduler under a load, without a device")
+    _add_settings(simulate, _QUEUE_FLAGS)
+    simulate.set_defaults(run=_simulate)
+    if name == "bench":
+        from jaxserve.fit import add_arguments
+
+        add_arguments(bench)
+    elif name == "simulate":
+        from jaxserve.simulate import add_arguments
+
+        add_arguments(simulate)
+
     for command in (generate, chat):
         command.add_argument("--model", help=model)
         command.add_argument("--temperature", type=float, default=0.7, help="0 is greedy")
@@ -136,8 +155,10 @@ def _parser() -> argparse.ArgumentParser:
         command.add_argument("--top-k", type=int, default=0, help="0 switches it off")
         command.add_argument("--max-tokens", type=int, default=512, help="length of an answer")
         command.add_argument("--seed", type=int)
-    for command in (serve, generate, chat):
+    _add_settings(serve, _QUEUE_FLAGS)
+    for command in (serve, generate, chat, bench):
         command.add_argument("--config", metavar="FILE", help="settings as TOML")
+    for command in (serve, generate, chat, bench, simulate):
         _add_settings(command, _ENGINE_FLAGS)
         _add_switches(command)
     return parser
@@ -149,7 +170,7 @@ def _settings(args: argparse.Namespace, **defaults: Any) -> tuple[EngineConfig, 
 
     from jaxserve.config import load_config
 
-    names = ("model", "prefix_cache", *_ENGINE_FLAGS, *_SERVE_FLAGS)
+    names = ("model", "prefix_cache", *_ENGINE_FLAGS, *_QUEUE_FLAGS, *_SERVE_FLAGS)
     given = {name: getattr(args, name, None) for name in names}
     given = {name: value for name, value in given.items() if value is not None}
     engine, server = load_config(args.config, given if args.config else defaults | given)
@@ -214,6 +235,18 @@ async def _serve_on(sock: socket.socket, engine: EngineConfig, server: ServerCon
         http.handle_signals()
         client.start()
         await http.run()
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from jaxserve import fit
+
+    return fit.main(args, _settings(args)[0])
+
+
+def _simulate(args: argparse.Namespace) -> int:
+    from jaxserve import simulate
+
+    return simulate.main(args)
 
 
 def _params(args: argparse.Namespace) -> SamplingParams:

@@ -192,6 +192,7 @@ class Scheduler:
         self._admit(budget - spent, chunks)
         requests, tokens = requests - len(self.waiting), tokens - self.stats.queue_tokens
         self._door.drain.observe(now, len(self.waiting), requests, tokens)
+        self.lengths.watch(self.rows.profiles(self.rows.all_slots))
         if not decode and not chunks:
             self._update_gauges()
             return None
@@ -252,10 +253,10 @@ class Scheduler:
         yielding = may_replace(self.running, head, self.policy)
         staying = [s for s in self.running if s not in yielding]
         freed = sum(len(s.pages) for s in yielding)
-        if not yielding or self._may_start(head, self._round(staying), freed) is None:
+        if not yielding or self._may_start(head, self._round(slots_of(staying)), freed) is None:
             return  # not even in place of all of them
         for victim in yielding:
-            if self.slots.num_free and self._may_start(head, self._round(self.running)):
+            if self.slots.num_free and self._may_start(head, self._round(self.rows.all_slots)):
                 return
             self._preempt(victim)
 
@@ -263,8 +264,7 @@ class Scheduler:
         """Rows that need exactly one token, each with the page that the token falls into."""
         if not self.running:
             return []
-        slots = slots_of(self.running)
-        table = self.slots
+        slots, table = self.rows.all_slots, self.slots
         computed, target = table.computed[slots], table.target[slots]
         ready = (target - computed == 1) & (target < table.limit[slots])
         crossing = ready & (computed >= table.num_pages[slots] * self.config.page_size)
@@ -298,7 +298,7 @@ class Scheduler:
         their present tokens are there, and the admission policy expects the pool to hold them."""
         if budget <= 0 or not self.waiting or not self.slots.num_free:
             return
-        admission = self._round(self.running)
+        admission = self._round(self.rows.all_slots)
         while budget > 0 and self.slots.num_free:
             sequence = self.waiting.peek()
             # one with a token still in flight can't be replayed until the host knows the token
@@ -314,9 +314,9 @@ class Scheduler:
             budget -= length
         self.stats.pages_reserved = admission.reserved + self.rows.promised
 
-    def _round(self, sequences: list[Sequence]) -> AdmissionRound:
-        """The admission policy's view of these rows."""
-        running, base = self.rows.view(sequences)
+    def _round(self, slots: np.ndarray) -> AdmissionRound:
+        """The admission policy's view of the rows in these slots."""
+        running, base = self.rows.view(slots)
         return self.admission.round(running, base, self.config.num_pages, self.config.page_size)
 
     def _may_start(

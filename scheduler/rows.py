@@ -30,6 +30,14 @@ class RunningRows:
         self.sequences: list[Sequence] = []  # in order of arrival
         # pages that protected rows may still take, and nobody else
         self.promised = 0
+        self._all_slots: np.ndarray | None = None  # of `sequences`, while they stay the same
+
+    @property
+    def all_slots(self) -> np.ndarray:
+        """int32[n]: the slots of `sequences`, in their order."""
+        if self._all_slots is None:
+            self._all_slots = slots_of(self.sequences)
+        return self._all_slots
 
     def need(self, sequence: Sequence, match: Match) -> int:
         """Pages that a waiting sequence takes out of the available ones when it starts: for its
@@ -40,7 +48,7 @@ class RunningRows:
     def room(self) -> int:
         """Available pages without those promised, and without what running rows still lack for the
         tokens that they have and the next: who starts on less is preempted in the next step."""
-        slots, table = slots_of(self.sequences), self.slots
+        slots, table = self.all_slots, self.slots
         tokens = np.minimum(table.target[slots] + 1, table.limit[slots])
         lack = np.maximum(-(-tokens // self._page_size) - table.num_pages[slots], 0)
         lacking = int(lack[~table.protected[slots]].sum())
@@ -58,6 +66,7 @@ class RunningRows:
             self.promised += pages_for(_most(sequence), page_size) - len(sequence.pages)
         sequence.status = Status.RUNNING
         insort(self.sequences, sequence, key=lambda s: s.order)
+        self._all_slots = None
 
     def stop(self, sequence: Sequence, *, ended: bool) -> None:
         """Out of its slot, its pages free for others."""
@@ -66,6 +75,7 @@ class RunningRows:
         self.cache.free(sequence, ended=ended)
         self.slots.leave(sequence)
         self.sequences.remove(sequence)
+        self._all_slots = None
 
     def lacks(self, sequence: Sequence, length: int) -> int:
         """Pages that a row needs for `length` more tokens and does not have."""
@@ -81,18 +91,21 @@ class RunningRows:
             self.promised -= 1
         self.slots.append_page(sequence, self.cache.take())
 
-    def view(self, sequences: list[Sequence]) -> tuple[RunningSet, int]:
-        """What the admission policy sees of some of the rows, and the held pages that no row counts
-        as its own: found at the start, and so counted once for all who share them."""
+    def profiles(self, slots: np.ndarray) -> Rows:
+        """What the length model sees of the rows in these slots."""
         table = self.slots
-        slots = slots_of(sequences)
-        max_tokens, target = table.max_tokens[slots], table.target[slots]
-        age = target - (table.limit[slots] - max_tokens)
-        rows = Rows(table.profile[slots], age, max_tokens)
-        everyone = slots_of(self.sequences)
+        max_tokens = table.max_tokens[slots]
+        num_prompt = table.limit[slots] - max_tokens
+        return Rows(table.profile[slots], table.target[slots] - num_prompt, max_tokens)
+
+    def view(self, slots: np.ndarray) -> tuple[RunningSet, int]:
+        """What the admission policy sees of the rows in these slots, and the held pages that no row
+        counts as its own: found at the start, and so counted once for all who share them."""
+        table, everyone = self.slots, self.all_slots
         own = int((table.num_pages[everyone] - table.num_shared[everyone]).sum())
         base = self.cache.pool.num_held - own
-        return RunningSet(rows, target, table.num_shared[slots]), base
+        rows = RunningSet(self.profiles(slots), table.target[slots], table.num_shared[slots])
+        return rows, base
 
 
 def _most(sequence: Sequence) -> int:
