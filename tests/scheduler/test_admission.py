@@ -182,8 +182,27 @@ def test_a_rare_long_row_has_its_pages() -> None:
     """One in fifty is far likelier than the bound, though its share of the mean is small."""
     lengths, profile = trained([5] * 49 * 7 + [512] * 7)
     one = candidate(tokens=32, limit=512, profile=profile)
-    assert begin(Statistical(lengths, bound=0.005), one).reserved == 34 - 2
+    for bound in (0.005, 0.04):
+        assert begin(Statistical(lengths, bound), one).reserved == 34 - 2
     assert begin(Statistical(lengths, bound=0.2), one).reserved < 10
+
+
+def test_shared_pages_are_no_part_of_a_rows_demand() -> None:
+    lengths, profile = trained([5, 20, 50, 100, 200, 400] * 64)
+    alone = [candidate(tokens, 512, profile=profile) for tokens in (10, 30, 70)]
+    sharing = [row._replace(tokens=row.tokens + 40 * PAGE, shared=40) for row in alone]
+    reserved = begin(Statistical(lengths), *alone).reserved
+    assert reserved > 0
+    assert begin(Statistical(lengths), *sharing, base=40).reserved == reserved
+
+
+def test_a_candidate_may_live_longer_than_all_that_run() -> None:
+    policy = Statistical(Declared(), buffer=0.0)
+    turn = begin(policy, candidate(tokens=50 * PAGE, limit=4))
+    assert not turn.admits(candidate(tokens=49 * PAGE, limit=40)), "both grow by a page at once"
+    # it has 100 pages to itself when the other has ended, and comes to need 101
+    assert not turn.admits(candidate(tokens=PAGE, limit=100 * PAGE))
+    assert turn.admits(candidate(tokens=PAGE, limit=99 * PAGE))
 
 
 def test_the_buffer_is_kept_free() -> None:

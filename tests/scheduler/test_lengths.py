@@ -112,6 +112,13 @@ def test_late_entry_counts_only_while_it_was_seen() -> None:
     assert at(product_limit(seen), 2, 3, 5, 6, 8, 9) == [1, 0.5, 0.5, 0.25, 0.25, 0]
 
 
+def test_all_that_have_come_as_far_are_at_risk() -> None:
+    """Also where a cell is wider than a token, and one ends at its beginning."""
+    for age in (149, 150, 1001, 1002, 1003):
+        table = product_limit(sample([age], [age] * 63))
+        assert at(table, age - 1, age + 10) == [1, 63 / 64]
+
+
 def test_numbers_at_risk_are_not_below_those_of_the_finished() -> None:
     # by late entry alone one of one would end at 50, and nothing could live longer than that
     seen = Sample(
