@@ -1,5 +1,5 @@
-"""The command line: serve, generate, chat, bench, simulate. What a command needs is imported when it
-runs."""
+"""The command line: serve, generate, chat, bench, simulate. What a command needs is imported when
+it runs."""
 
 from __future__ import annotations
 

@@ -166,8 +166,8 @@ class Statistical:
 
     Sets of 1 to 256 rows whose lengths are drawn from the model itself outgrow the pages that this
     asks for less often than `bound`. It asks for more than the least number of which that is true:
-    by up to 20% for one row, 10% for 4 and 2% for 64 of mixed ages; 15% where many rows start at
-    once and nearly all live to much the same age.
+    by 1% for 64 rows of mixed ages, 2 to 10% for 4, half for one row with a heavy tail; and by 15%
+    where many rows start at once and nearly all live to much the same age.
     """
 
     lengths: LengthModel

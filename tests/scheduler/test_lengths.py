@@ -103,12 +103,8 @@ def test_the_textbook_example_with_ties_between_ends_and_losses() -> None:
 
 def test_late_entry_counts_only_while_it_was_seen() -> None:
     # at 3: one of two (the third enters at 4); at 6: one of two; at 9: the last one
-    seen = Sample(
-        entry=np.array([0, 0, 4]),
-        length=np.array([3, 6, 9]),
-        ended=np.array([True, True, True]),
-        running=np.array([True, True, True]),
-    )
+    every = np.array([True, True, True])
+    seen = Sample(np.array([0, 0, 4]), np.array([3, 6, 9]), ended=every, running=every)
     assert at(product_limit(seen), 2, 3, 5, 6, 8, 9) == [1, 0.5, 0.5, 0.25, 0.25, 0]
 
 
@@ -121,12 +117,8 @@ def test_all_that_have_come_as_far_are_at_risk() -> None:
 
 def test_numbers_at_risk_are_not_below_those_of_the_finished() -> None:
     # by late entry alone one of one would end at 50, and nothing could live longer than that
-    seen = Sample(
-        entry=np.array([49, 80, 80]),
-        length=np.array([50, 90, 90]),
-        ended=np.array([True, True, True]),
-        running=np.array([False, False, False]),
-    )
+    every = np.array([True, True, True])
+    seen = Sample(np.array([49, 80, 80]), np.array([50, 90, 90]), ended=every, running=~every)
     assert at(product_limit(seen), 49, 50, 89) == pytest.approx([1, 2 / 3, 2 / 3])
 
 
@@ -181,10 +173,8 @@ def test_the_oracle_knows_each_length() -> None:
 
 
 def test_models_that_need_no_data_have_names() -> None:
-    assert {name: type(make()) for name, make in LENGTH_MODELS.items()} == {
-        "declared": Declared,
-        "profiled": Profiled,
-    }
+    made = {name: type(make()) for name, make in LENGTH_MODELS.items()}
+    assert made == {"declared": Declared, "profiled": Profiled}
 
 
 # ---- Profiled ----
