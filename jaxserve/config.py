@@ -99,7 +99,7 @@ class EngineConfig:
     prefix_cache: bool = True
     policy: str = "fcfs"
     admission: str = "statistical"
-    admission_bound: float = 0.01
+    admission_bound: float = 0.1
     lengths: str = "profiled"
     row_buckets: str = "pow2"
     token_buckets: str = "pow2"

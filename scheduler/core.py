@@ -332,7 +332,7 @@ class Scheduler:
             sequence.num_output,
             sequence.request.max_tokens,
             sequence.num_tokens,
-            match.num_device,
+            match.num_device - match.num_idle,  # what others hold
         )
         # all that a protected one can need is in the room that it has found
         return match if admission.admits(candidate) or is_protected(sequence) else None
