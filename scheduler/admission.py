@@ -259,8 +259,6 @@ class _StatisticalRound:
     def reserved(self) -> int:
         if not len(self._rows.tokens):
             return 0
-        if self._demand is None and self._maximum <= self._room:
-            return self._maximum - self._present  # every row has all that it can need
         return max(self._known(0).quantile(self._normal) - self._present, 0)
 
     def _known(self, reach: int) -> _Demand:

@@ -37,6 +37,9 @@ from scheduler.stats import Stats
 from scheduler.step import Filled, Progress, Step, StepOutput, TextEnds
 
 
+GAUGE_PERIOD = 16  # steps between two looks at what is reserved
+
+
 class Scheduler:
     """add and abort requests, schedule() a step, commit() its output. One thread; only the
     checks may be called from others."""
@@ -312,7 +315,8 @@ class Scheduler:
             assert length > 0
             chunks.append((sequence, length))
             budget -= length
-        self.stats.pages_reserved = admission.reserved + self.rows.promised
+        if self.stats.steps % GAUGE_PERIOD == 0:  # it can cost as much as a decision
+            self.stats.pages_reserved = admission.reserved + self.rows.promised
 
     def _round(self, slots: np.ndarray) -> AdmissionRound:
         """The admission policy's view of the rows in these slots."""
