@@ -443,6 +443,8 @@ class Scheduler:
     def _update_gauges(self) -> None:
         stats, cache = self.stats, self.cache
         stats.num_running, stats.num_waiting = len(self.running), len(self.waiting)
+        if not self.running:
+            stats.pages_reserved = 0
         stats.pages_free, stats.pages_cached = cache.pool.num_free, cache.pool.num_cached
         stats.pages_held = cache.pool.num_held
         host = cache.host
