@@ -12,15 +12,15 @@ id.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
 
 import numpy as np
 
-from scheduler.admission import AdmissionPolicy, AdmissionRound, AdmitIfFits, Candidate
+from scheduler.admission import AdmissionPolicy, AdmissionRound, AdmitIfFits
 from scheduler.buckets import BucketGrid
 from scheduler.cache import Match
 from scheduler.config import SchedulerConfig
+from scheduler.deadlines import Deadlines
 from scheduler.door import Door
 from scheduler.invariants import check_invariants
 from scheduler.lengths import Declared, LengthModel
@@ -28,14 +28,12 @@ from scheduler.policy import Fcfs, QueuePolicy
 from scheduler.preemption import (
     PreemptionCosts,
     choose_victim,
-    is_protected,
     may_replace,
 )
 from scheduler.request import MAX_SUPPRESSED, Request, Sequence, Status
 from scheduler.rows import RunningRows, slots_of
 from scheduler.stats import Stats
 from scheduler.step import Filled, Progress, Step, StepOutput, TextEnds
-
 
 GAUGE_PERIOD = 16  # steps between two looks at what is reserved
 
@@ -68,7 +66,7 @@ class Scheduler:
         self.waiting = self.policy.queue()
         self._door = Door(config, self.stats)
         self._by_id: dict[str, Sequence] = {}
-        self._deadlines: list[tuple[float, int, str]] = []  # a heap of (seconds, order, request id)
+        self._deadlines = Deadlines(self._by_id)
         self._num_added = 0
         self._update_gauges()
 
@@ -100,11 +98,7 @@ class Scheduler:
         self._by_id[request.request_id] = sequence
         self.cache.enter(sequence)
         self._push(sequence)
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, sequence.order, request.request_id))
-            if len(self._deadlines) > 2 * len(self._by_id) + 64:  # most have ended before theirs
-                self._deadlines = [entry for entry in self._deadlines if entry[2] in self._by_id]
-                heapq.heapify(self._deadlines)
+        self._deadlines.add(sequence)
         self.stats.prompt_tokens += sequence.num_prompt
         self._update_gauges()
         return sequence
@@ -119,13 +113,9 @@ class Scheduler:
 
     def expire(self, now: float) -> list[Sequence]:
         """End the requests whose deadline has passed, with what they have; returns them."""
-        expired: list[Sequence] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            _, order, request_id = heapq.heappop(self._deadlines)
-            sequence = self._by_id.get(request_id)
-            if sequence is not None and sequence.order == order:
-                self.finish(sequence, "timeout")
-                expired.append(sequence)
+        expired = list(self._deadlines.passed(now))
+        for sequence in expired:
+            self.finish(sequence, "timeout")
         return expired
 
     def finish(self, sequence: Sequence, reason: str) -> None:
@@ -183,16 +173,17 @@ class Scheduler:
         one of those is preempted. So the oldest of the most important rows always advances, and
         nothing can hang.
         """
-        self._yield_to_waiting()
+        requests, tokens = len(self.waiting), self.stats.queue_tokens
         budget = self.config.max_num_batched_tokens
+        self._yield_to_waiting()
         decode = self._take_decode_pages()
-        chunks = self._chunk_running(budget - len(decode))
+        chunks: list[tuple[Sequence, int]] = []
+        self._admit(budget - len(decode), chunks, before=self._behind())
+        self._chunk_running(budget - len(decode) - _length(chunks), chunks)
         # preemption for one row can have hit another that was to have its turn
         decode = [sequence for sequence in decode if sequence.status is Status.RUNNING]
         chunks = [chunk for chunk in chunks if chunk[0].status is Status.RUNNING]
-        spent = len(decode) + sum(length for _, length in chunks)
-        requests, tokens = len(self.waiting), self.stats.queue_tokens
-        self._admit(budget - spent, chunks)
+        self._admit(budget - len(decode) - _length(chunks), chunks)
         requests, tokens = requests - len(self.waiting), tokens - self.stats.queue_tokens
         self._door.drain.observe(now, len(self.waiting), requests, tokens)
         self.lengths.watch(self.rows.profiles(self.rows.all_slots))
@@ -254,12 +245,13 @@ class Scheduler:
         if head is None or head.num_pending:
             return
         yielding = may_replace(self.running, head, self.policy)
-        staying = [s for s in self.running if s not in yielding]
-        freed = sum(len(s.pages) for s in yielding)
-        if not yielding or self._may_start(head, self._round(slots_of(staying)), freed) is None:
+        if not yielding:
+            return
+        if not self.rows.could_start(head, self.admission, without=yielding):
             return  # not even in place of all of them
         for victim in yielding:
-            if self.slots.num_free and self._may_start(head, self._round(self.rows.all_slots)):
+            admission = self.rows.round(self.admission)
+            if self.slots.num_free and self.rows.finds_room(head, admission):
                 return
             self._preempt(victim)
 
@@ -281,33 +273,49 @@ class Scheduler:
                 starved.add(sequence.order)
         return [s for s in decode if s.status is Status.RUNNING and s.order not in starved]
 
-    def _chunk_running(self, budget: int) -> list[tuple[Sequence, int]]:
-        """Chunks of the running rows that are more than one token behind, oldest first."""
-        chunks: list[tuple[Sequence, int]] = []
-        for sequence in list(self.running) if budget > 0 else ():
-            behind = sequence.num_tokens - sequence.num_computed
+    def _behind(self) -> list[Sequence]:
+        """Running rows that are more than one token behind, the most important ones first, then by
+        age."""
+        slots, table = self.rows.all_slots, self.slots
+        behind = np.flatnonzero(table.target[slots] - table.computed[slots] > 1)
+        rows = [self.running[i] for i in behind.tolist()]
+        return sorted(rows, key=lambda s: (s.request.options.priority, s.order))
+
+    def _chunk_running(self, budget: int, chunks: list[tuple[Sequence, int]]) -> None:
+        """Chunks of the running rows that are more than one token behind."""
+        started = {sequence.order for sequence, _ in chunks}
+        for sequence in self._behind() if budget > 0 else ():
             if budget <= 0:
                 break
-            if behind <= 1 or sequence.status is not Status.RUNNING:
+            if sequence.status is not Status.RUNNING or sequence.order in started:
                 continue
+            behind = sequence.num_tokens - sequence.num_computed
             length = self._chunk(sequence, min(behind, budget))
             if length:
                 chunks.append((sequence, length))
                 budget -= length
-        return chunks
 
-    def _admit(self, budget: int, chunks: list[tuple[Sequence, int]]) -> None:
+    def _admit(
+        self,
+        budget: int,
+        chunks: list[tuple[Sequence, int]],
+        before: list[Sequence] | None = None,
+    ) -> None:
         """Start waiting sequences, in the order of the queue, while a slot, budget and pages for
-        their present tokens are there, and the admission policy expects the pool to hold them."""
+        their present tokens are there, and the admission policy expects the pool to hold them.
+        before: only those that outrank one of these rows, whose prompts can wait."""
         if budget <= 0 or not self.waiting or not self.slots.num_free:
             return
-        admission = self._round(self.rows.all_slots)
+        admission: AdmissionRound | None = None
         while budget > 0 and self.slots.num_free:
             sequence = self.waiting.peek()
             # one with a token still in flight can't be replayed until the host knows the token
             if sequence is None or sequence.num_pending:
                 break
-            match = self._may_start(sequence, admission)
+            if before is not None and not any(self.policy.outranks(sequence, s) for s in before):
+                return
+            admission = admission or self.rows.round(self.admission)
+            match = self.rows.finds_room(sequence, admission)
             if match is None:
                 break
             self._start(sequence, match)
@@ -315,31 +323,9 @@ class Scheduler:
             assert length > 0
             chunks.append((sequence, length))
             budget -= length
-        if self.stats.steps % GAUGE_PERIOD == 0:  # it can cost as much as a decision
+        if admission is not None and self.stats.steps % GAUGE_PERIOD == 0:
+            # it can cost as much as a decision
             self.stats.pages_reserved = admission.reserved + self.rows.promised
-
-    def _round(self, slots: np.ndarray) -> AdmissionRound:
-        """The admission policy's view of the rows in these slots."""
-        running, base = self.rows.view(slots)
-        return self.admission.round(running, base, self.config.num_pages, self.config.page_size)
-
-    def _may_start(
-        self, sequence: Sequence, admission: AdmissionRound, freed: int = 0
-    ) -> Match | None:
-        """What a waiting sequence would find of its tokens, if it may start now (or once `freed`
-        more pages are): there is room, and the admission policy says so. Otherwise None."""
-        match = self.cache.match(sequence)
-        if self.rows.room() + freed < self.rows.need(sequence, match):
-            return None
-        candidate = Candidate(
-            sequence.profile,
-            sequence.num_output,
-            sequence.request.max_tokens,
-            sequence.num_tokens,
-            match.num_device - match.num_idle,  # what others hold
-        )
-        # all that a protected one can need is in the room that it has found
-        return match if admission.admits(candidate) or is_protected(sequence) else None
 
     def _start(self, sequence: Sequence, match: Match) -> None:
         popped = self.waiting.pop()
@@ -397,7 +383,7 @@ class Scheduler:
         decode_slots, chunk_slots = slots_of(decode), slots_of([s for s, _ in chunks])
         slots = np.concatenate([decode_slots, chunk_slots])
         pages = int(table.num_pages[slots].max())
-        num_tokens = len(decode) + sum(length for _, length in chunks)
+        num_tokens = len(decode) + _length(chunks)
         if chunks:
             key = self.grid.mixed_key(num_tokens, pages)
         else:
@@ -454,3 +440,8 @@ class Scheduler:
     def check_invariants(self) -> None:
         """Assert what must hold after every call (see scheduler.invariants)."""
         check_invariants(self)
+
+
+def _length(chunks: list[tuple[Sequence, int]]) -> int:
+    """Tokens of all chunks."""
+    return sum(length for _, length in chunks)

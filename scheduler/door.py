@@ -43,7 +43,7 @@ class Door:
             limit = f"{config.max_waiting_tokens} prompt tokens"
             self._refuse("tokens", limit, now, tokens=excess)
         if config.max_queue_wait is not None:
-            wait = self.drain.seconds(now, stats.queue_tokens, waiting)
+            wait = self.drain.seconds(now, tokens, waiting + num_requests)
             if wait > config.max_queue_wait:
                 stats.requests_refused["wait"] += 1
                 limit = f"a wait of {wait:.1f} s is over {config.max_queue_wait:g} s"

@@ -4,10 +4,11 @@ leaves goes through here, and so does what is set aside for rows that may not be
 from __future__ import annotations
 
 from bisect import insort
+from collections import Counter
 
 import numpy as np
 
-from scheduler.admission import RunningSet
+from scheduler.admission import AdmissionPolicy, AdmissionRound, Candidate, RunningSet
 from scheduler.cache import KVCache, Match
 from scheduler.config import SchedulerConfig
 from scheduler.lengths import Rows
@@ -45,14 +46,59 @@ class RunningRows:
         tokens = _most(sequence) if is_protected(sequence) else sequence.num_tokens + 1
         return pages_for(tokens, self._page_size) - match.num_device + match.num_idle
 
-    def room(self) -> int:
-        """Available pages without those promised, and without what running rows still lack for the
-        tokens that they have and the next: who starts on less is preempted in the next step."""
-        slots, table = self.all_slots, self.slots
+    def room(self, slots: np.ndarray) -> int:
+        """Available pages without those promised, and without what the rows in these slots still
+        lack for the tokens that they have and the next: who starts on less is preempted in the
+        next step."""
+        table = self.slots
         tokens = np.minimum(table.target[slots] + 1, table.limit[slots])
         lack = np.maximum(-(-tokens // self._page_size) - table.num_pages[slots], 0)
         lacking = int(lack[~table.protected[slots]].sum())
         return self.cache.num_available - self.promised - lacking
+
+    def round(self, policy: AdmissionPolicy) -> AdmissionRound:
+        """What the admission policy makes of the rows."""
+        return self._round(policy, self.all_slots, 0)
+
+    def _round(self, policy: AdmissionPolicy, slots: np.ndarray, freed: int) -> AdmissionRound:
+        table, pool = self.slots, self.cache.pool
+        # what was found at the start is no row's own: it counts once for all who share it
+        own = int((table.num_pages[slots] - table.num_shared[slots]).sum())
+        running = RunningSet(self.profiles(slots), table.target[slots], table.num_shared[slots])
+        base = pool.num_held - freed - own
+        return policy.round(running, base, pool.num_pages, self._page_size)
+
+    def finds_room(self, sequence: Sequence, admission: AdmissionRound) -> Match | None:
+        """What a waiting sequence would find of its tokens, if it may start now: there is room, and
+        the admission policy says so. Otherwise None."""
+        match = self.cache.match(sequence)
+        if self.room(self.all_slots) < self.need(sequence, match):
+            return None
+        held = match.num_device - match.num_idle
+        return match if self._admits(sequence, admission, held) else None
+
+    def could_start(
+        self, sequence: Sequence, policy: AdmissionPolicy, without: list[Sequence]
+    ) -> bool:
+        """Whether a waiting sequence might start if these rows gave way to it."""
+        match = self.cache.match(sequence)
+        held = Counter(page for row in without for page in row.pages)
+        freed = {page for page, n in held.items() if n == self.cache.pool.references(page)}
+        found = sum(page in freed for page in match.pages)  # free, and at once its own
+        staying = slots_of([s for s in self.sequences if s not in without])
+        if self.room(staying) + len(freed) - found < self.need(sequence, match):
+            return False
+        admission = self._round(policy, staying, len(freed))
+        return self._admits(sequence, admission, match.num_device - match.num_idle - found)
+
+    def _admits(self, sequence: Sequence, admission: AdmissionRound, num_shared: int) -> bool:
+        """num_shared: pages of it that others hold."""
+        limit = sequence.request.max_tokens
+        candidate = Candidate(
+            sequence.profile, sequence.num_output, limit, sequence.num_tokens, num_shared
+        )
+        # all that a protected one can need is in the room that it has found
+        return admission.admits(candidate) or is_protected(sequence)
 
     def start(self, sequence: Sequence, match: Match) -> None:
         """Into a slot, with the pages that are already there."""
@@ -97,15 +143,6 @@ class RunningRows:
         max_tokens = table.max_tokens[slots]
         num_prompt = table.limit[slots] - max_tokens
         return Rows(table.profile[slots], table.target[slots] - num_prompt, max_tokens)
-
-    def view(self, slots: np.ndarray) -> tuple[RunningSet, int]:
-        """What the admission policy sees of the rows in these slots, and the held pages that no row
-        counts as its own: found at the start, and so counted once for all who share them."""
-        table, everyone = self.slots, self.all_slots
-        own = int((table.num_pages[everyone] - table.num_shared[everyone]).sum())
-        base = self.cache.pool.num_held - own
-        rows = RunningSet(self.profiles(slots), table.target[slots], table.num_shared[slots])
-        return rows, base
 
 
 def _most(sequence: Sequence) -> int:
