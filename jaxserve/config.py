@@ -124,10 +124,9 @@ class EngineConfig:
         _check_integer(self, "num_host_pages", 0, optional=True)
         _check_number(self, "max_queue_wait", 0.0, optional=True)
         _check_number(self, "memory_fraction", 0.0, 1.0, optional=True)
-        _check_number(self, "admission_bound", 0.0, 1.0)
-        for name in ("memory_fraction", "admission_bound"):
-            if getattr(self, name) == 0:
-                raise ConfigError(name, "must be greater than 0, got 0")
+        _check_number(self, "admission_bound", 1e-6, 0.5)
+        if self.memory_fraction == 0:
+            raise ConfigError("memory_fraction", "must be greater than 0, got 0")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(

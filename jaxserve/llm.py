@@ -124,10 +124,13 @@ class LLM:
         return (delta for _, _, delta in run)
 
     def chat(
-        self, messages: list[dict[str, Any]], sampling_params: SamplingParams | None = None
+        self,
+        messages: list[dict[str, Any]],
+        sampling_params: SamplingParams | None = None,
+        options: RequestOptions | None = None,
     ) -> list[RequestOutput]:
         """generate() for one conversation, through the model's own chat template."""
-        return self.generate(self.tokenizer.render_chat(messages), sampling_params)
+        return self.generate(self.tokenizer.render_chat(messages), sampling_params, options)
 
     def close(self) -> None:
         self.runner.close()

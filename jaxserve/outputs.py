@@ -22,8 +22,8 @@ class Delta:
 
     text holds whole characters only and never any part of a stop string; it may be empty (held
     back). logprobs has one dict per id in token_ids ({token_id: Logprob}), or is None when not
-    asked for. finish_reason: None until the last delta; then "stop", "length", "abort" or "error".
-    stop_reason: the stop string or stop token id that ended it, if one did.
+    asked for. finish_reason: None until the last delta; then "stop", "length", "timeout", "abort"
+    or "error". stop_reason: the stop string or stop token id that ended it, if one did.
     """
 
     request_id: str

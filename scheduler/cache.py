@@ -79,6 +79,7 @@ class KVCache:
         for page in match.pages:  # first, so that none of them is evicted for another
             if isinstance(page, int):
                 self.pool.share(page)
+                self.index.mark_hit(page)
         # where they lie, before any eviction below moves something into their place
         hosts = {name: self.host.find(name) for name in match.pages if isinstance(name, bytes)}
         pages: list[int] = []
@@ -99,9 +100,10 @@ class KVCache:
         """One page to be written. What it held goes to the host if that is worth it."""
         evicted = self.pool.oldest_cached()
         if evicted is not None:
-            name = self.index.remove(evicted)
-            wanted = self._share and self.costs.prefers_swap(1, self._page_size)
-            if self.host.num_pages and (wanted or self.host.is_claimed(name)):
+            name, was_hit = self.index.remove(evicted)
+            # what nobody has ever asked for again is not worth the copy
+            kept = was_hit and self._share and self.costs.prefers_swap(1, self._page_size)
+            if self.host.num_pages and (kept or self.host.is_claimed(name)):
                 host = self.host.put(name)
                 if host is not None:
                     self._out.append((evicted, host))

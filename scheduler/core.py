@@ -336,9 +336,10 @@ class Scheduler:
         if sequence.num_preemptions == 0:
             unseen = max(0, sequence.num_prompt - sequence.num_computed)
             self.waiting.charge(sequence, unseen, 0)
-        stats.prefix_tokens["queried"] += sequence.num_tokens
-        stats.prefix_tokens["hit"] += sequence.num_shared
-        stats.prefix_tokens["hit_host"] += sequence.num_computed - sequence.num_shared
+            # one that comes back finds its own pages: that is no news of the cache
+            stats.prefix_tokens["queried"] += sequence.num_prompt
+            stats.prefix_tokens["hit"] += sequence.num_shared
+            stats.prefix_tokens["hit_host"] += sequence.num_computed - sequence.num_shared
         stats.recomputed_tokens += max(0, sequence.most_computed - sequence.num_computed)
 
     def _chunk(self, sequence: Sequence, length: int) -> int:

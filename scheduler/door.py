@@ -30,8 +30,8 @@ class Door:
         num_tokens prompt tokens in all, all or none (those on their way to the queue counted in).
         free_slots: how many need not wait. Raises QueueFull."""
         config, stats = self._config, self._stats
-        waiting = stats.num_waiting
-        over = waiting + num_requests - (0 if waiting else free_slots)
+        everyone = stats.num_waiting + num_requests
+        over = everyone - (0 if stats.num_waiting else free_slots)
         if over <= 0:
             return
         tokens = stats.queue_tokens + num_tokens
@@ -43,7 +43,7 @@ class Door:
             limit = f"{config.max_waiting_tokens} prompt tokens"
             self._refuse("tokens", limit, now, tokens=excess)
         if config.max_queue_wait is not None:
-            wait = self.drain.seconds(now, tokens, waiting + num_requests)
+            wait = self.drain.seconds(now, tokens * over / everyone, over)
             if wait > config.max_queue_wait:
                 stats.requests_refused["wait"] += 1
                 limit = f"a wait of {wait:.1f} s is over {config.max_queue_wait:g} s"

@@ -37,6 +37,7 @@ class PrefixIndex:
     def __init__(self) -> None:
         self._page_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
+        self._hit: set[int] = set()  # pages that somebody has found here
 
     def __len__(self) -> int:
         return len(self._page_of)
@@ -54,15 +55,21 @@ class PrefixIndex:
             self._page_of[name] = page
             self._name_of[page] = name
 
-    def remove(self, page: int) -> bytes:
-        """The page is about to be overwritten; returns its name."""
+    def mark_hit(self, page: int) -> None:
+        self._hit.add(page)
+
+    def remove(self, page: int) -> tuple[bytes, bool]:
+        """The page is about to be overwritten; returns its name, and whether it was ever hit."""
         name = self._name_of.pop(page)
         del self._page_of[name]
-        return name
+        was_hit = page in self._hit
+        self._hit.discard(page)
+        return name, was_hit
 
     def clear(self) -> None:
         self._page_of.clear()
         self._name_of.clear()
+        self._hit.clear()
 
     def items(self) -> list[tuple[bytes, int]]:
         return list(self._page_of.items())

@@ -83,7 +83,7 @@ CALLER_ID = web.RequestKey("caller_id", str)
 def create_app(
     client: EngineClient,
     *,
-    slow_reader_timeout: float = 30.0,
+    slow_reader_timeout: float = 60.0,
     keepalive: float = 5.0,
     max_body_bytes: int = MAX_BODY,
 ) -> web.Application:

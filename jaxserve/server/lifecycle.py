@@ -45,7 +45,7 @@ class Server:
         sock: socket.socket,
         *,
         drain_timeout: float = 30.0,
-        slow_reader_timeout: float = 30.0,
+        slow_reader_timeout: float = 60.0,
         keepalive: float = 5.0,
         max_body_bytes: int = MAX_BODY,
         on_ready: Callable[[], None] = lambda: None,

@@ -27,11 +27,12 @@ def test_a_salt_hides_pages_in_host_memory_too(
     make_scheduler: MakeScheduler, make_request: MakeRequest
 ) -> None:
     scheduler = make_scheduler(num_pages=4, num_host_pages=8, prefix_cache=True, costs=FREE_COPIES)
-    scheduler.add(make_request(1, 12, 1, options=salted("a")))
-    scheduler.advance()
+    for number in (1, 5):  # what is hit once is worth a copy
+        scheduler.add(make_request(number, 12, 1, options=salted("a")))
+        scheduler.advance()
     scheduler.add(make_request(2, [9] * 15, 1))
     scheduler.advance()
-    assert scheduler.stats.host_pages["cached"] == 3
+    assert scheduler.stats.host_pages["cached"] == 2
     scheduler.add(make_request(3, 12, 1, options=salted("b")))
     step = scheduler.schedule(0.0)
     assert (scheduler.rows_of(step), step.copies.back) == ([(3, 12)], ())
