@@ -10,7 +10,7 @@ overtake an earlier owner's reads.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 
 import numpy as np
@@ -33,7 +33,8 @@ class PagePool:
         self._references = [0] * (num_pages + 1)  # by page
         self._references[0] = 1  # reserved
         self._free: deque[int] = deque(range(1, num_pages + 1))
-        self._cached: dict[int, None] = {}  # an ordered set
+        # an ordered set; a dict would walk over all that was deleted before its first entry
+        self._cached: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:

@@ -240,10 +240,3 @@ class Simulator:
         index = sequence.request.key[0]
         self.outcome.ending[index] = ENDINGS.index(sequence.finish_reason or "")
         self.outcome.preempted[index] = sequence.num_preemptions
-
-
-def simulate(
-    scheduler: Scheduler, trace: Trace, times: StepTimeModel, progress: Progress | None = None
-) -> Outcome:
-    """Run a trace with the defaults of Simulator."""
-    return Simulator(scheduler, trace, times).run(progress)

@@ -8,7 +8,7 @@ claimed; unclaimed ones make room for them, longest unused first.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -33,7 +33,8 @@ class HostTier:
     def __init__(self, num_pages: int):
         self.num_pages = num_pages
         self._free = list(range(num_pages - 1, -1, -1))
-        self._cached: dict[bytes, int] = {}  # unclaimed pages by name, longest unused first
+        # unclaimed pages by name, longest unused first
+        self._cached: OrderedDict[bytes, int] = OrderedDict()
         self._claimed: dict[bytes, int] = {}
         self._writing: dict[bytes, int] = {}  # copies of the step that is being planned
         self._claims: Counter[bytes] = Counter()
@@ -59,7 +60,7 @@ class HostTier:
     def touch(self, name: bytes) -> None:
         """It was used: others go first now."""
         if name in self._cached:
-            self._cached[name] = self._cached.pop(name)
+            self._cached.move_to_end(name)
 
     def claim(self, names: Iterable[bytes]) -> bool:
         """Promise room for these pages until `release`. All or none: False if it is too little."""
