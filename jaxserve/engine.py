@@ -34,6 +34,7 @@ from scheduler.step import Progress, Step
 log = logging.getLogger(__name__)
 
 DEFAULT_OPTIONS = RequestOptions()
+WARNING_PERIOD = 60.0  # seconds
 MAX_FAILURES = 2  # steps in a row that may fail on the device before their requests are given up
 
 
@@ -72,6 +73,8 @@ class Engine:
         self._in_flight: tuple[Step, Handle] | None = None
         self._ended: list[Delta] = []  # ended outside a commit, to be told with the next step
         self._failures = 0
+        self._preemptions_told = 0
+        self._next_warning = 0.0
 
     # ---- requests ----
 
@@ -179,6 +182,7 @@ class Engine:
             for sequence in self.scheduler.expire(now):
                 deltas.append(self._last_delta(self._live[sequence.request.request_id], "timeout"))
             step = self.scheduler.schedule(now)
+            self._warn_of_preemptions(now)
             self._in_flight = (step, self.runner.submit(step)) if step else None
             if not self._lookahead:
                 previous, self._in_flight = self._in_flight, None
@@ -190,6 +194,16 @@ class Engine:
         except Exception as error:
             deltas += self._recover(error)
         return deltas
+
+    def _warn_of_preemptions(self, now: float) -> None:
+        """One line a minute at most: a storm of them must not be a storm of lines (vllm#11805)."""
+        count = sum(self.scheduler.stats.preemptions.values())
+        if count > self._preemptions_told and now >= self._next_warning:
+            log.warning(
+                "the KV pool is short of pages: %d sequences were preempted since the last such line",
+                count - self._preemptions_told,
+            )
+            self._preemptions_told, self._next_warning = count, now + WARNING_PERIOD
 
     def _commit(self, step: Step, handle: Handle) -> list[Delta]:
         result = handle.result()

@@ -306,3 +306,14 @@ def test_seeds_make_choices_differ_and_repeat() -> None:
     assert engine.requests("c", [0], unseeded, 0.0)[0].key != keys[0]
     negative = engine.requests("d", [0], SamplingParams(seed=-1), 0.0)[0].key
     assert negative == engine.requests("e", [0], SamplingParams(seed=2**64 - 1), 0.0)[0].key
+
+
+def test_a_storm_of_preemptions_is_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """vllm#11805."""
+    engine = make_engine()
+    preemptions = engine.scheduler.stats.preemptions
+    for now in (1.0, 2.0, 60.0, 61.0, 200.0, 300.0):
+        preemptions["recompute"] += now < 250.0
+        engine._warn_of_preemptions(now)
+    told = [record.getMessage().split(": ")[1].split()[0] for record in caplog.records]
+    assert told == ["1", "3", "1"]

@@ -86,6 +86,37 @@ def test_requests_over_the_limit(num_waiting: int, free_slots: int, most: int) -
     assert stats.requests_refused == {"requests": 1, "tokens": 0, "wait": 0}
 
 
+def test_a_burst_finds_all_slots_before_the_first_of_it_has_started(
+    make_scheduler: MakeScheduler, make_request: MakeRequest
+) -> None:
+    """Who was added since the last round of scheduling does not wait for anything yet."""
+    scheduler = make_scheduler(max_waiting=1, max_num_seqs=4)
+    for number in range(5):
+        scheduler.check_queue(1, 4, 0.0)
+        scheduler.add(make_request(number, 4, 3))
+    with pytest.raises(QueueFull):
+        scheduler.check_queue(1, 4, 0.0)
+    scheduler.advance()
+    assert (scheduler.stats.num_running, scheduler.stats.num_waiting) == (4, 1)
+    with pytest.raises(QueueFull):
+        scheduler.check_queue(1, 4, 0.0)
+
+
+def test_slots_that_are_free_for_want_of_pages_let_nobody_in(
+    make_scheduler: MakeScheduler, make_request: MakeRequest
+) -> None:
+    scheduler = make_scheduler(max_waiting=2, max_num_seqs=4, num_pages=8)
+    for number in (1, 2):
+        scheduler.add(make_request(number, 16, 9))
+    scheduler.advance()
+    assert (scheduler.slots.num_free, scheduler.stats.num_waiting) == (3, 1)
+    scheduler.check_queue(1, 4, 0.0)
+    with pytest.raises(QueueFull):
+        scheduler.check_queue(2, 8, 0.0)
+    scheduler.abort("2")
+    scheduler.check_queue(5, 20, 0.0)
+
+
 def test_choices_are_taken_all_or_none(
     make_scheduler: MakeScheduler, make_request: MakeRequest
 ) -> None:
@@ -135,7 +166,9 @@ def test_the_tokens_of_a_preempted_one_count_with_its_output(
 def test_the_wait_is_predicted_from_the_measured_rate() -> None:
     door, stats = make_door(num_waiting=15, queue_tokens=100, max_queue_wait=8.0)
     measure(door)
-    door.check_queue(1, 1, 0, 10.0)  # its 16th starts at 2 a second, and as long as it has been known
+    door.check_queue(
+        1, 1, 0, 10.0
+    )  # its 16th starts at 2 a second, and as long as it has been known
     stats.num_waiting = 26
     error = refusal(door, 1, 1)
     assert error.limit == "wait"

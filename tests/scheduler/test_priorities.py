@@ -73,15 +73,6 @@ def test_equals_wait_for_equals(make_scheduler: MakeScheduler, make_request: Mak
     assert num_preempted(scheduler) == 0
 
 
-def test_less_important_ones_wait(make_scheduler: MakeScheduler, make_request: MakeRequest) -> None:
-    scheduler = make_scheduler(Priority(), max_num_seqs=1)
-    scheduler.add(make_request(1, 4, 3, options=LOW))
-    assert scheduler.advance() == [(1, 4)]
-    scheduler.add(make_request(2, 4, 1, options=LOWER))
-    assert [scheduler.advance() for _ in range(3)] == [[(1, 1)], [(1, 1)], [(2, 4)]]
-    assert num_preempted(scheduler) == 0
-
-
 def test_under_fcfs_nobody_is_preempted_for_a_slot(
     make_scheduler: MakeScheduler, make_request: MakeRequest
 ) -> None:
@@ -181,6 +172,21 @@ def test_a_less_important_prompt_does_not_keep_an_important_one_waiting(
     assert high.num_output == 1
 
 
+def test_nobody_gives_way_while_the_budget_goes_to_equals(
+    make_scheduler: MakeScheduler, make_request: MakeRequest
+) -> None:
+    """An older prompt, as important, takes all tokens of a step: a slot alone helps nobody."""
+    scheduler = make_scheduler(Priority(), max_num_seqs=2, max_num_batched_tokens=8)
+    scheduler.add(make_request(1, 2, 40, options=LOW))
+    assert scheduler.advance() == [(1, 2)]
+    scheduler.add(make_request(2, 30, 9, options=HIGH))
+    assert scheduler.advance() == [(1, 1), (2, 7)]
+    scheduler.add(make_request(3, 2, 9, options=HIGH))
+    assert [scheduler.advance() for _ in range(3)] == [[(1, 1), (2, 7)]] * 3
+    assert scheduler.advance() == [(2, 2), (3, 2)]
+    assert num_preempted(scheduler) == 1
+
+
 # ---- for pages ----
 
 
@@ -242,8 +248,7 @@ def test_pages_that_the_newcomer_shares_are_not_gained_either(
     assert scheduler.advance() == [(1, 1), (2, 9)]
     assert scheduler.cache.num_available == 1
     # five pages, two of them the low one's: with its third page that makes four
-    high = make_request(3, [*range(100, 108), *[8] * 9], 1, options=HIGH)
-    scheduler.add(high)
+    scheduler.add(make_request(3, [*range(100, 108), *[8] * 9], 1, options=HIGH))
     assert scheduler.advance() == [(1, 1), (2, 1)]
     assert low.num_preemptions == 0
     scheduler.finish_all()
@@ -253,7 +258,8 @@ def test_pages_that_only_those_share_who_give_way_are_gained(
     make_scheduler: MakeScheduler, make_request: MakeRequest
 ) -> None:
     """Two rows share three pages whose first owner has ended: both together set them free."""
-    scheduler = make_scheduler(Priority(), num_pages=8, prefix_cache=True, max_num_batched_tokens=32)
+    limits = {"num_pages": 8, "max_num_batched_tokens": 32}
+    scheduler = make_scheduler(Priority(), prefix_cache=True, **limits)
     scheduler.add(make_request(1, [9, 9], 8, options=HIGH))
     scheduler.add(make_request(2, 12, 1, options=LOW))
     assert scheduler.advance() == [(1, 2), (2, 12)]
