@@ -200,8 +200,8 @@ class Engine:
         count = sum(self.scheduler.stats.preemptions.values())
         if count > self._preemptions_told and now >= self._next_warning:
             log.warning(
-                "the KV pool is short of pages: %d sequences were preempted since the last such "
-                "line",
+                "%d sequences were preempted since the last such line: pages are short, "
+                "or more important requests came",
                 count - self._preemptions_told,
             )
             self._preemptions_told, self._next_warning = count, now + WARNING_PERIOD

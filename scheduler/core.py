@@ -128,6 +128,7 @@ class Scheduler:
             self.waiting.remove(sequence)
             if not self.waiting:
                 self._door.drain.emptied()
+                self._door.is_blocked = False
             self.stats.queue_tokens -= len(sequence.tokens)
             self.cache.drop_claims(sequence)
         sequence.status = Status.FINISHED
@@ -186,6 +187,7 @@ class Scheduler:
         self._admit(budget - len(decode) - _length(chunks), chunks)
         requests, tokens = requests - len(self.waiting), tokens - self.stats.queue_tokens
         self._door.drain.observe(now, len(self.waiting), requests, tokens)
+        self._door.is_blocked = bool(self.waiting)
         self.lengths.watch(self.rows.profiles(self.rows.all_slots))
         if not decode and not chunks:
             self._update_gauges()
@@ -247,6 +249,12 @@ class Scheduler:
         yielding = may_replace(self.running, head, self.policy)
         if not yielding:
             return
+        config = self.config
+        most = config.max_chunk_tokens or config.max_num_batched_tokens
+        staying = (s for s in self.running if s not in yielding)
+        ahead = sum(min(s.num_tokens - s.num_computed, most) for s in staying)
+        if ahead >= config.max_num_batched_tokens:
+            return  # a slot alone helps nobody
         if not self.rows.could_start(head, self.admission, without=yielding):
             return  # not even in place of all of them
         for victim in yielding:

@@ -17,6 +17,8 @@ class Door:
         self._config = config
         self._stats = stats
         self.drain = DrainRate()
+        # whether the last step left somebody waiting: else those in the queue have only just come
+        self.is_blocked = False
 
     def check_prompt(self, num_tokens: int) -> None:
         """Refuse what could never run. Raises PromptTooLong, PromptExceedsPool."""
@@ -31,7 +33,7 @@ class Door:
         free_slots: how many need not wait. Raises QueueFull."""
         config, stats = self._config, self._stats
         everyone = stats.num_waiting + num_requests
-        over = everyone - (0 if stats.num_waiting else free_slots)
+        over = everyone - (0 if self.is_blocked else free_slots)
         if over <= 0:
             return
         tokens = stats.queue_tokens + num_tokens

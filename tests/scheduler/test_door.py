@@ -30,7 +30,9 @@ def make_door(*, num_waiting: int = 0, queue_tokens: int = 0, **limits: Any) -> 
         **limits,
     )
     stats = Stats(num_waiting=num_waiting, queue_tokens=queue_tokens)
-    return Door(config, stats), stats
+    door = Door(config, stats)
+    door.is_blocked = num_waiting > 0
+    return door, stats
 
 
 def measure(door: Door) -> None:

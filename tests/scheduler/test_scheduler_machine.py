@@ -138,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             refusal = PromptExceedsPool
         elif config.max_waiting is not None and (
             len(scheduler.waiting) + copies
-            > config.max_waiting + (0 if len(scheduler.waiting) else scheduler.slots.num_free)
+            > config.max_waiting + (0 if scheduler._door.is_blocked else scheduler.slots.num_free)
         ):
             refusal = QueueFull
         if refusal is not None:
