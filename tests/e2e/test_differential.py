@@ -150,7 +150,8 @@ def test_batched_equals_alone(
     stats = llm.stats
     assert stats.pages_held == stats.host_pages["held"] == 0
     assert stats.compilations["serving"] == 0
-    assert (stats.prefix_tokens["hit"] > 0) == llm.config.prefix_cache or "small" in variant
+    if llm.config.admission != "fits":  # in a small pool a prefix may be gone when it is asked for
+        assert (stats.prefix_tokens["hit"] > 0) == llm.config.prefix_cache
     if llm.config.admission == "fits":
         assert sum(stats.preemptions.values()) > 0
     if "swap" in variant:
