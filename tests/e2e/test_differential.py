@@ -150,7 +150,7 @@ def test_batched_equals_alone(
     stats = llm.stats
     assert stats.pages_held == stats.host_pages["held"] == 0
     assert stats.compilations["serving"] == 0
-    if llm.config.admission != "fits":  # in a small pool a prefix may be gone when it is asked for
+    if "num_pages" not in VARIANTS[variant]:  # in a small pool a prefix may be gone when asked for
         assert (stats.prefix_tokens["hit"] > 0) == llm.config.prefix_cache
     if llm.config.admission == "fits":
         assert sum(stats.preemptions.values()) > 0
